@@ -1,0 +1,82 @@
+"""The models: shapes, the table of initial distributions, and what a fork imports."""
+import pytest
+import torch
+import torch.nn as nn
+
+import tinymask
+from tinymask import Encoder, Transformer
+from tinymask.transformer import init_weights
+
+pytestmark = pytest.mark.attention
+
+
+def encoder(**changes):
+    settings = dict(vocabulary=2, tokens=15, outputs=1, dim=48, depth=2, heads=3, head_dim=16)
+    return Encoder(**(settings | changes))
+
+
+def test_exported_names():
+    assert set(tinymask.__all__) == {"Block", "Encoder", "MaskedAttention", "Transformer", "masked_attention"}
+    assert all(hasattr(tinymask, name) for name in tinymask.__all__)
+
+
+def test_init_table():
+    model = init_weights(encoder(dim=256, tokens=200, vocabulary=300), torch.Generator().manual_seed(0))
+    assert abs(model.token.weight.std() - 1.0) < 0.02
+    assert abs(model.position.std() - 0.3) < 0.01
+    covered = {"token.weight", "position"}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            bound = module.in_features**-0.5
+            assert module.weight.abs().max() <= bound
+            assert abs(module.weight.std() * 3**0.5 / bound - 1) < (0.1 if module.out_features == 1 else 0.02)
+            assert (module.bias == 0).all()
+        elif isinstance(module, nn.LayerNorm):
+            assert (module.weight == 1).all() and (module.bias == 0).all()
+        else:
+            continue
+        covered |= {f"{name}.weight", f"{name}.bias"}
+    assert covered == {name for name, _ in model.named_parameters()}  # the table leaves nothing out
+
+
+def test_same_generator_same_weights_whatever_the_global_seed():
+    torch.manual_seed(1)
+    first = init_weights(encoder(), torch.Generator().manual_seed(5)).state_dict()
+    torch.manual_seed(2)
+    second = init_weights(encoder(), torch.Generator().manual_seed(5)).state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("pooling, length", [("mean", 15), ("cls", 16)])
+def test_encoder_shapes(pooling, length):
+    output, attentions = encoder(pooling=pooling)(torch.zeros(4, 15, dtype=torch.long), return_attention=True)
+    assert output.shape == (4, 1) and [a.shape for a in attentions] == [(4, 3, length, length)] * 2
+    torch.testing.assert_close(attentions[0].sum(-1), torch.ones(4, 3, length))
+
+
+def test_mean_pooling_without_positions_ignores_the_order():
+    model = init_weights(encoder(), torch.Generator().manual_seed(0), position_std=0.0)
+    ids = torch.randint(2, (8, 15), generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(model(ids), model(ids.flip(1)), atol=1e-5, rtol=1e-5)
+
+
+def test_evaluation_is_deterministic():
+    model, ids = encoder(), torch.zeros(2, 15, dtype=torch.long)
+    assert torch.equal(model(ids), model(ids))
+
+
+def test_parameter_count():
+    """48 wide, 2 layers: each 4 (48 48 + 48) + 48 192 + 192 + 192 48 + 48 + 4 48 = 28,272 (by hand)."""
+    model = encoder()
+    blocks = sum(p.numel() for p in model.transformer.blocks.parameters())
+    assert blocks == 2 * 28_272
+    assert sum(p.numel() for p in model.parameters()) == blocks + 2 * 48 + 15 * 48 + 2 * 48 + 49
+
+
+def test_bad_pooling():
+    with pytest.raises(ValueError, match="pooling"):
+        encoder(pooling="max")
+
+
+def test_transformer_shape():
+    assert Transformer(8, 1, 2, causal=True)(torch.randn(2, 3, 8)).shape == (2, 3, 8)

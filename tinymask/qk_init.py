@@ -1,0 +1,95 @@
+"""The query-key family: the same structure as `mask_priors`, written into the projections W_Q and W_K.
+
+A support says where row i may look; here W_Q and W_K are chosen so that softmax(X W_Q W_K^T X^T / sqrt(d))
+looks there at initialisation. Training may then do with them what it likes, which is the point of the
+comparison: a mask keeps the structure apart from the content, these do not.
+
+To be a fair rival the pattern must really be there at step 0, in every layer. The published methods solve
+for it on position codes alone (svd: arXiv 2505.19985; opt: arXiv 2401.12511, 2404.01139), but what a layer
+reads is a sum of token and position, normalised, and further down the output of other layers. So both
+functions here take the inputs X that the layer really sees, on a batch of the task's own points.
+
+Shapes: B batch, N tokens, D width, H heads, Dh head width (the paper's d).
+"""
+import torch
+
+
+def position_decoder(x):
+    """Least-squares reader of the position, (B, N, D) -> P (D, N) with x_i P close to e_i.
+
+    Being least squares, it is blind to the directions in which the content of a token varies, so
+    scores built on it depend on position alone: x_i P S P^T x_j = S_ij, whatever the tokens are.
+    """
+    position = torch.eye(x.shape[1], dtype=torch.float64, device=x.device).repeat(len(x), 1)
+    return torch.linalg.pinv(x.double().flatten(0, 1), rtol=1e-5) @ position  # (D, B*N) @ (B*N, N)
+
+
+def svd(attention, x, support, gap=10.0):
+    """Closed form: solve for W_Q W_K^T on the positions, then a truncated SVD.
+
+    attention: the MaskedAttention to write to. x: (B, N, D), its inputs. support: (N, N) or (H, N, N).
+    gap: difference in logits between open and closed pairs; 10 is what the mask's +10 / -10 makes.
+
+        W_Q W_K^T = sqrt(d) P S P^T,   S = gap * support, its rows centred (softmax ignores the mean)
+
+    The product is cut to rank Dh, so a pattern is met exactly only if Dh is at least the rank of S.
+    """
+    heads, head_dim = attention.heads, attention.query.out_features // attention.heads
+    decoder = position_decoder(x)  # (D, N)
+    scores = gap * support.to(decoder).expand(heads, x.shape[1], x.shape[1])
+    scores = scores - scores.mean(dim=-1, keepdim=True)
+    product = head_dim**0.5 * decoder @ scores @ decoder.T  # (H, D, D)
+    left, sizes, right = torch.linalg.svd(product, full_matrices=False)
+    scale = sizes[:, None, :head_dim].sqrt()  # (H, 1, Dh)
+    _write(attention, left[:, :, :head_dim] * scale, right.transpose(1, 2)[:, :, :head_dim] * scale)
+
+
+def opt(attention, x, support, steps=500, lr=0.05):
+    """Gradient descent on the attention map between positions, from the weights that are there.
+
+    Arguments as in `svd`. Adam on the cross-entropy between each row of the map and its support, made
+    a distribution. (The published code takes the squared error, 1e-4 and 10,000 steps.) What is found
+    acts on the inputs through the position decoder, W_Q = P A and W_K = P B. Draws nothing at random.
+    """
+    heads, tokens = attention.heads, x.shape[1]
+    decoder = position_decoder(x)  # (D, N)
+    target = support.to(decoder).expand(heads, tokens, tokens)
+    target = target / target.sum(dim=-1, keepdim=True)  # (H, N, N)
+    codes = x.double().mean(dim=0)
+    codes = codes - codes.mean(dim=0)  # (N, D): what tells one position from another, on average
+    query, key = (
+        (codes @ layer.weight.detach().double().T).unflatten(-1, (heads, -1)).transpose(0, 1)
+        .clone().requires_grad_()  # A and B, (H, N, Dh)
+        for layer in (attention.query, attention.key)
+    )
+    optimizer = torch.optim.Adam([query, key], lr=lr)
+    for _ in range(steps):
+        logits = query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5  # (H, N, N)
+        loss = -(target * logits.log_softmax(dim=-1)).sum(dim=-1).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    _write(attention, decoder @ query.detach(), decoder @ key.detach())
+
+
+def apply_layerwise(method, model, ids, supports):
+    """Set query and key of every layer of an Encoder by `svd` or `opt`, first layer first.
+
+    Each layer is solved on what the layers before it, already set, make of ids (B, N). supports: one
+    for each layer. Nothing else in the model changes.
+    """
+    with torch.no_grad():
+        x = model.embed(ids)
+    for block, support in zip(model.transformer.blocks, supports, strict=True):
+        method(block.attention, block.norm1(x).detach(), support)
+        with torch.no_grad():
+            x = block(x)
+
+
+def _write(attention, query, key):
+    """Set W_Q and W_K, given per head as (H, D, Dh), and their biases to zero."""
+    with torch.no_grad():
+        for layer, weight in ((attention.query, query), (attention.key, key)):
+            layer.weight.copy_(weight.transpose(1, 2).flatten(0, 1))  # (H * Dh, D)
+            if layer.bias is not None:
+                layer.bias.zero_()

@@ -1,0 +1,349 @@
+"""What the four scripts share and nobody comes to read: flags, device, result lines, checkpoints, tables.
+
+Functions only, and none of them takes a loop body: the training loops stand in the scripts.
+"""
+import argparse
+import hashlib
+import json
+import math
+import os
+import signal
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy
+import torch
+
+from tinymask import __version__
+
+# flags that choose which runs are made, or where; a run is the same run whatever they say
+NOT_OF_THE_RUN = ("tasks", "inits", "seeds", "first_seed", "out", "resume", "smoke", "device")
+_interrupted = []
+
+
+# -- flags ------------------------------------------------------------------------------------
+
+
+def fail(message, status=2):
+    """Leave with one line on stderr."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(status)
+
+
+def whole(low, high=2**31 - 1):
+    """argparse type: a whole number in [low, high]."""
+
+    def convert(text):
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"wanted a whole number from {low} to {high}, got {text!r}")
+        return value
+
+    return convert
+
+
+def real(low=-math.inf, above=-math.inf):
+    """argparse type: a finite number that is at least low and greater than above."""
+
+    def convert(text):
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and value >= low and value > above):
+            limits = [f"at least {low:g}"] * (low > -math.inf) + [f"above {above:g}"] * (above > -math.inf)
+            raise argparse.ArgumentTypeError(
+                " ".join(["wanted a finite number", *limits]) + f", got {text!r}"
+            )
+        return value
+
+    return convert
+
+
+def parser(script, description, tasks, inits, presets):
+    """The command line that all scripts share. presets: name -> {flag: default}; the script adds its own flags."""
+    flags = argparse.ArgumentParser(
+        prog=script, description=description, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    flags.error = fail  # one line, without the usage
+    add = flags.add_argument
+    add("--preset", choices=list(presets), default="small", help="small: minutes on two cores; paper: its settings")
+    add("--tasks", nargs="+", choices=tasks, metavar="TASK", default=tasks, help="of: " + " ".join(tasks))
+    add("--inits", nargs="+", choices=inits, metavar="INIT", default=inits[:4],
+        help=f"of: {' '.join(inits)} (default: {' '.join(inits[:4])})")
+    add("--seeds", type=whole(1), default=1, metavar="N", help="how many seeds (default: 1)")
+    add("--first-seed", type=whole(0), default=0, metavar="S", help="the first of them (default: 0)")
+    add("--steps", type=whole(1), help="optimiser steps")
+    add("--batch-size", type=whole(1, 2**20), help="examples a step")
+    add("--lr", type=real(above=0), help="peak learning rate")
+    add("--mask-lr", type=real(low=0), help="the mask's own learning rate (default: as --lr)")
+    add("--weight-decay", type=real(low=0), help="of all parameters but the mask")
+    add("--dim", type=whole(1, 2**16), help="width of the model")
+    add("--depth", type=whole(1, 1000), help="layers")
+    add("--heads", type=whole(1, 1000), help="attention heads")
+    add("--device", default="auto", help="auto (cuda, else mps, else cpu), cpu, cuda, cuda:1, mps")
+    add("--out", default=f"runs/{script[6:-3]}", metavar="DIR", help="results.jsonl and checkpoints (default: %(default)s)")
+    add("--smoke", action="store_true", help="a few tiny steps of everything, to see that it runs")
+    add("--resume", action="store_true", help="skip finished runs, go on inside unfinished ones")
+    return flags
+
+
+def parse(flags, argv, presets, smoke):
+    """Parse argv; flags not given take the preset's value, and `smoke`'s with --smoke."""
+    args = flags.parse_args(argv)
+    for name, value in (presets[args.preset] | (smoke if args.smoke else {})).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.mask_lr is None:
+        args.mask_lr = args.lr
+    for name in ("tasks", "inits"):
+        setattr(args, name, list(dict.fromkeys(getattr(args, name))))  # named twice, run once
+    return args
+
+
+def pick_device(name):
+    """torch.device of --device. A named device that is missing is an error, not a silent fallback."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        chosen = torch.device(name)
+        if chosen.type not in ("cpu", "cuda", "mps"):
+            raise ValueError("wanted auto, cpu, cuda, cuda:N or mps")
+        torch.zeros(1, device=chosen)
+    except Exception as error:  # torch raises many kinds here, RuntimeError and AssertionError among them
+        fail(f"--device {name}: {str(error).splitlines()[0]}")
+    return chosen
+
+
+def open_out(path):
+    """Make the folder of --out and write to it, before any training. Returns its Path."""
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"x")
+    except (OSError, ValueError) as error:
+        fail(f"--out {path}: cannot write there ({getattr(error, 'strerror', None) or error})")
+    return folder
+
+
+# -- result lines and checkpoints -------------------------------------------------------------
+
+
+def seeds(args):
+    """The seeds of --first-seed and --seeds, a range."""
+    return range(args.first_seed, args.first_seed + args.seeds)
+
+
+def generator(seed, purpose):
+    """A CPU generator for one purpose ("weights", "batches", ...), so that no use of one moves another."""
+    digest = hashlib.sha256(f"{purpose} {seed}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def run_key(config, *names):
+    """File name for one run: the names and a hash of the flags that make the run what it is."""
+    of_the_run = {name: value for name, value in config.items() if name not in NOT_OF_THE_RUN}
+    text = json.dumps(of_the_run, sort_keys=True)
+    return "-".join(map(str, names)) + "-" + hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+def strict(value):
+    """The same with every NaN and infinity as None, for JSON has none of them."""
+    if isinstance(value, dict):
+        return {key: strict(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [strict(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def machine(device):
+    """The fields of a result line that tell what it was measured on."""
+    try:
+        import resource
+
+        unit = 2**20 if sys.platform == "darwin" else 2**10
+        peak = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit, 1)
+    except ImportError:  # Windows
+        peak = None
+    python = ".".join(map(str, sys.version_info[:3]))
+    versions = {"python": python, "torch": torch.__version__, "numpy": numpy.__version__, "tinymask": __version__}
+    return {"peak_rss_mb": peak, "threads": torch.get_num_threads(), "versions": versions, "device": str(device)}
+
+
+def record(folder, args, script, task, init, seed, *, model, device, **fields):
+    """Make the result line of a finished run and append it to folder/results.jsonl. Returns it."""
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    params = {"total": sum(sizes.values()), "trainable": trainable,
+              "mask": sum(mask.numel() for mask in masks(model).values())}
+    config = {name: value for name, value in vars(args).items() if name != "out"}
+    result = {"script": script, "task": task, "init": init, "seed": seed, "config": config, **fields,
+              "params": params, **machine(device), "complete": True}
+    append_line(folder / "results.jsonl", json.dumps(strict(result), allow_nan=False))
+    return result
+
+
+def append_line(path, line):
+    """Append a line in one write; on a full disk the file is left as it was, and the exit status is 1."""
+    try:
+        with open(path, "a+b", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 1))
+            cut = size > 0 and file.read(1) != b"\n"  # an earlier write was cut short: start a new line
+            data = b"\n" * cut + line.encode() + b"\n"
+            try:
+                if file.write(data) != len(data):
+                    raise OSError("disk full")
+            except OSError:
+                os.ftruncate(file.fileno(), size)
+                raise
+    except OSError as error:
+        fail(f"{path}: {error.strerror or error}; this run was not recorded", status=1)
+
+
+def read_results(folder):
+    """Result lines of folder/results.jsonl by `run_key`, the newest of each; broken lines are passed over."""
+    results, path = {}, folder / "results.jsonl"
+    if path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                result = json.loads(line)
+                results[run_key(result["config"], result["task"], result["init"], result["seed"])] = result
+            except (ValueError, KeyError, TypeError, AttributeError):
+                continue
+    return results
+
+
+def save(path, state):
+    """torch.save through a temporary file, so that a crash or a full disk leaves the old file whole."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
+            try:
+                torch.save(state, file)
+                file.close()
+                os.replace(file.name, path)
+            except BaseException:
+                file.close()
+                os.unlink(file.name)
+                raise
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+        fail(f"{path}: could not be saved ({str(error).splitlines()[0]}); the old file is intact", status=1)
+
+
+def load(path):
+    """A checkpoint, on the CPU; it holds only tensors, numbers, strings, lists and dicts."""
+    try:
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:  # zip, pickle and I/O errors alike
+        fail(f"{path}: not a readable checkpoint ({str(error).splitlines()[0]}); delete it to start this run anew")
+
+
+def checkpoint(path, model, optimizer, batches, step, curve, seconds):
+    """Save all that `resume` needs to go on bit for bit. After Ctrl-C it then leaves, with status 130."""
+    save(path, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "batches": batches.get_state(),
+                "step": step, "curve": curve, "seconds": seconds})
+    if interrupted():
+        print(f"stopped at step {step}; --resume goes on from here", file=sys.stderr)
+        raise SystemExit(130)
+
+
+def resume(path, model, optimizer, batches):
+    """Put a run back where its checkpoint left it. Returns (step, curve, seconds); zeros without a checkpoint."""
+    if not path.exists():
+        return 0, [], 0.0
+    state = load(path)
+    if "optimizer" not in state:  # the weights of a finished run whose result line is gone
+        return 0, [], 0.0
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    batches.set_state(state["batches"])
+    return state["step"], state["curve"], state["seconds"]
+
+
+# -- optimiser --------------------------------------------------------------------------------
+
+
+def masks(model):
+    """The masks M of a model, name -> parameter."""
+    return {name: p for name, p in model.named_parameters() if name.split(".")[-1] == "mask"}
+
+
+def parameter_groups(model, lr, mask_lr, weight_decay):
+    """Two optimiser groups, complete and disjoint: the masks, never decayed, and all else.
+
+    Frozen parameters are in neither. Each group keeps its peak rate, which a schedule multiplies.
+    """
+    of_mask = list(masks(model).values())
+    others = [p for name, p in model.named_parameters() if name not in masks(model)]
+    groups = [(others, lr, weight_decay), (of_mask, mask_lr, 0.0)]
+    return [
+        {"params": [p for p in params if p.requires_grad], "lr": rate, "peak": rate, "weight_decay": decay}
+        for params, rate, decay in groups
+    ]
+
+
+def cosine(step, steps, warmup=20):
+    """Factor on the learning rate: linear for `warmup` steps, then half a cosine down to 0 at `steps`."""
+    return min(1.0, (step + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
+# -- running and printing ---------------------------------------------------------------------
+
+
+def interrupted():
+    """True once Ctrl-C was pressed: a loop then finishes its step, saves and leaves with status 130."""
+    return bool(_interrupted)
+
+
+def command(main):
+    """Run a script's main as a process: Ctrl-C, a closed pipe and diverged runs become exit statuses."""
+
+    def stop(signum, frame):
+        _interrupted.append(signum)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C stops at once
+
+    signal.signal(signal.SIGINT, stop)
+    try:
+        results = main()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except BrokenPipeError:  # `| head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    raise SystemExit(1 if any(result["diverged"] for result in results) else 0)
+
+
+def report(bar, name, line):
+    """One evaluation: on the bar of a terminal, or as a plain line of its own elsewhere."""
+    if bar.disable:
+        print(f"{name} {line}", flush=True)
+    else:
+        bar.set_postfix_str(line)
+
+
+def mean_std(values, digits=4):
+    """'0.1234 +- 0.0123' over seeds, '0.1234' for one, '-' where a value is missing."""
+    if not values or any(value is None for value in values):
+        return "-"
+    text = f"{statistics.fmean(values):.{digits}f}"
+    return text if len(values) == 1 else f"{text} +- {statistics.stdev(values):.{digits}f}"
+
+
+def table(header, rows):
+    """Plain text columns, ASCII: the first left, the others right aligned."""
+    cells = [[str(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    lines = [
+        "  ".join([row[0].ljust(widths[0])] + [c.rjust(w) for c, w in zip(row[1:], widths[1:])]).rstrip()
+        for row in cells
+    ]
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])

@@ -1,0 +1,85 @@
+"""Why a mask persists: closed forms and bounds of Theorem 1, Corollary 1 and Proposition 1, as code.
+
+One attention row, with query q, keys k_1 ... k_N and mask logits m_1 ... m_N (paper, section 6.1, App. D):
+
+    p = softmax(z),   z_j = q . k_j / sqrt(d) + log sigmoid(m_j)
+
+Changing z_j changes p_i by p_i (delta_ij - p_j), and the chain rule does the rest. What reaches q and k
+carries their norms as a factor; what reaches m carries sigmoid(-m) <= 1, which saturates where the prior
+is open, while p_j is small where it is closed: the mask moves slowly at both ends.
+
+Everything here is written for one row, so that it can be read beside the paper, and every function is
+checked against autograd in the tests. Shapes: N keys, d head width; q (d,), k (N, d), m (N,), p (N,).
+"""
+import torch
+import torch.nn.functional as F
+
+
+def attention_row(q, k, m):
+    """p = softmax(q . k_j / sqrt(d) + log sigmoid(m_j)). (d,), (N, d), (N,) -> (N,).
+
+    >>> attention_row(torch.zeros(1), torch.zeros(2, 1), torch.tensor([0.0, 0.0])).tolist()
+    [0.5, 0.5]
+    """
+    return (k @ q / k.shape[-1] ** 0.5 + F.logsigmoid(m)).softmax(dim=-1)
+
+
+def dp_dz(p):
+    """Softmax Jacobian p_i (delta_ij - p_j), (N,) -> (N, N)."""
+    return p.diag() - torch.outer(p, p)
+
+
+def dp_dq(q, k, m):
+    """Theorem 1, eq. 2: p_i (k_i - sum_l p_l k_l) / sqrt(d). Returns (N, d)."""
+    p = attention_row(q, k, m)
+    return p[:, None] * (k - p @ k) / k.shape[-1] ** 0.5
+
+
+def dp_dk(q, k, m):
+    """Theorem 1, eq. 3: p_i (delta_ij - p_j) q / sqrt(d). Returns (N, N, d): [i, j] is dp_i / dk_j."""
+    p = attention_row(q, k, m)
+    return dp_dz(p)[:, :, None] * q / k.shape[-1] ** 0.5
+
+
+def dp_dm(q, k, m):
+    """Theorem 1, eq. 4: p_i (delta_ij - p_j) sigmoid(-m_j). Returns (N, N): [i, j] is dp_i / dm_j.
+
+    >>> dp_dm(torch.zeros(1), torch.zeros(2, 1), torch.zeros(2)).tolist()  # 1/2 (1 - 1/2) 1/2
+    [[0.125, -0.125], [-0.125, 0.125]]
+    """
+    return dp_dz(attention_row(q, k, m)) * torch.sigmoid(-m)
+
+
+def bounds(q, k, m):
+    """Corollary 1: upper bounds on the norms of the three derivatives, each (N,) over i or (N, N).
+
+    Returns (dq, dk, dm): |dp_i/dq| <= 2 p_i max|k| / sqrt(d), |dp_i/dk_j| <= p_i |q| / sqrt(d), and
+    |dp_i/dm_j| <= p_i sigmoid(-m_j), itself at most p_i. The last one is what the claim rests on; the
+    derivative is |delta_ij - p_j| times it, so it is reached only in a limit: p_j -> 0 for i = j, 1 else.
+    """
+    p, root = attention_row(q, k, m), k.shape[-1] ** 0.5
+    return (
+        2 * p * k.norm(dim=-1).max() / root,
+        p * q.norm() / root,
+        torch.outer(p, torch.sigmoid(-m)),
+    )
+
+
+def dloss_dm(q, k, m, g):
+    """Gradient of a loss on the mask, with g = dL/dp (N,): sigmoid(-m_j) p_j (g_j - sum_i p_i g_i).
+
+    The bracket is at most max g - min g, so |dL/dm_j| <= sigmoid(-m_j) p_j (max g - min g). Returns (N,).
+    """
+    p = attention_row(q, k, m)
+    return torch.sigmoid(-m) * p * (g - p @ g)
+
+
+def hadamard_map(a, m):
+    """The multiplicative alternative of App. B: sigmoid(M) o softmax(A), whose rows no longer sum to 1.
+
+    Proposition 1: |softmax(A)|_F >= 1 for any square A, masked or not, while this map can vanish; and
+    at the same A its Jacobian has the smaller Frobenius norm. The second statement compares it with
+    softmax(A), not with softmax(A + log sigmoid(M)): the tests hold a counter-example to that reading.
+    (N, N), (N, N) -> (N, N).
+    """
+    return torch.sigmoid(m) * a.softmax(dim=-1)

@@ -1,0 +1,114 @@
+"""A pre-norm transformer and the thin models on it.
+
+    x = x + attention(norm1(x));  x = x + mlp(norm2(x))                          one block
+
+Initialisation, all of it, by `init_weights` from one explicit generator (`tests` check the table):
+
+    | parameter                          | distribution                                    |
+    |------------------------------------|-------------------------------------------------|
+    | token embedding                    | normal, mean 0, std token_std (1.0)             |
+    | position embedding, CLS token      | normal, mean 0, std position_std (0.3)          |
+    | weight of every linear layer       | uniform on +-1/sqrt(inputs of the layer)        |
+    | bias of every linear layer         | 0                                               |
+    | layer norm                         | scale 1, shift 0                                |
+    | mask M                             | none here: a prior sets it (`mask_priors`)      |
+
+Shapes: B batch, N tokens, D width (`dim`), H heads, V vocabulary. Every model returns its output,
+and with return_attention also a list, one per layer, of attention weights (B, H, N, N).
+"""
+import torch
+import torch.nn as nn
+
+from tinymask.attention import MaskedAttention
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block, (B, N, D) -> (B, N, D)."""
+
+    def __init__(self, dim, heads, head_dim=None, mlp_dim=None, causal=False, bias=True):
+        super().__init__()
+        mlp_dim = mlp_dim or 4 * dim
+        self.norm1 = nn.LayerNorm(dim)
+        self.attention = MaskedAttention(dim, heads, head_dim, causal=causal, bias=bias)
+        self.norm2 = nn.LayerNorm(dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, mlp_dim), nn.GELU(), nn.Linear(mlp_dim, dim))
+
+    def forward(self, x, return_attention=False):
+        mixed, attention = self.attention(self.norm1(x), return_attention=True)
+        x = x + mixed
+        x = x + self.mlp(self.norm2(x))
+        return (x, attention) if return_attention else x
+
+
+class Transformer(nn.Module):
+    """`depth` blocks and a last layer norm, (B, N, D) -> (B, N, D).
+
+    bias: whether query, key, value and out have biases (the MLP always has).
+    """
+
+    def __init__(self, dim, depth, heads, head_dim=None, mlp_dim=None, causal=False, bias=True):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            Block(dim, heads, head_dim, mlp_dim, causal, bias) for _ in range(depth)
+        )
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, x, return_attention=False):
+        attentions = []
+        for block in self.blocks:
+            x, attention = block(x, return_attention=True)
+            attentions.append(attention)
+        x = self.norm(x)
+        return (x, attentions) if return_attention else x
+
+
+class Encoder(nn.Module):
+    """Bits or digits in, `outputs` numbers out: (B, N) token ids -> (B, outputs).
+
+    pooling "mean" averages the tokens after the last norm; "cls" puts a learned token in front (the
+    sequence is then N + 1 long, and so is the mask) and reads that one. Raises ValueError for
+    another pooling.
+    """
+
+    def __init__(self, vocabulary, tokens, outputs, dim, depth, heads, head_dim=None, mlp_dim=None,
+                 pooling="mean", bias=True):
+        super().__init__()
+        if pooling not in ("mean", "cls"):
+            raise ValueError(f"pooling is 'mean' or 'cls', got {pooling!r}")
+        self.token = nn.Embedding(vocabulary, dim)
+        self.position = nn.Parameter(torch.zeros(tokens, dim))
+        self.cls = nn.Parameter(torch.zeros(1, dim)) if pooling == "cls" else None
+        self.transformer = Transformer(dim, depth, heads, head_dim, mlp_dim, bias=bias)
+        self.head = nn.Linear(dim, outputs)
+
+    def embed(self, ids):
+        """(B, N) ids -> (B, N or N + 1, D), what the first block reads."""
+        x = self.token(ids) + self.position
+        if self.cls is not None:
+            x = torch.cat([self.cls.expand(len(ids), 1, -1), x], dim=1)
+        return x
+
+    def forward(self, ids, return_attention=False):
+        x, attentions = self.transformer(self.embed(ids), return_attention=True)
+        pooled = x.mean(dim=1) if self.cls is None else x[:, 0]  # (B, D)
+        output = self.head(pooled)
+        return (output, attentions) if return_attention else output
+
+
+def init_weights(model, generator, token_std=1.0, position_std=0.3):
+    """Draw every weight of model anew, as the table above says. Masks are left as they are."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            bound = module.in_features**-0.5
+            nn.init.uniform_(module.weight, -bound, bound, generator=generator)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=token_std, generator=generator)
+        elif isinstance(module, nn.LayerNorm):
+            nn.init.ones_(module.weight)
+            nn.init.zeros_(module.bias)
+    for name, parameter in model.named_parameters():
+        if name in ("position", "cls"):
+            nn.init.normal_(parameter, std=position_std, generator=generator)
+    return model

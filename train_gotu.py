@@ -1,0 +1,205 @@
+"""Boolean extrapolation (GOTU; paper, section 5.1, Tables 1, 4 and 7): does a prior change what is learnt?
+
+    python train_gotu.py                 # the table, one seed
+    python train_gotu.py --seeds 10      # what the README shows
+
+Each task shows a part of the cube {-1, +1}^15 and asks for all of it. Expected: the plain transformer and
+the query-key inits (svd, opt) fit the seen part and get the unseen part wrong, as the minimum-degree
+interpolator (MDI) does; with the same structure in the mask, the unseen part comes out right.
+"""
+import itertools
+import math
+import time
+
+import torch
+from tqdm import tqdm
+
+from tinymask import boolean, mask_priors, qk_init, runs
+from tinymask.transformer import Encoder, init_weights
+
+TASKS = list(mask_priors.BOOLEAN)
+INITS = ["default", "svd", "opt", "mask", "mask-literal"]
+PRESETS = {
+    "small": dict(steps=600, batch_size=128, lr=1e-3, weight_decay=0.0, bits=15, dim=48, depth=2, heads=3,
+                  head_dim=16, pooling="mean", position_std=0.05, open=10.0, closed=-8.0),
+    # Table 7 on the model of the GOTU code; 8,640 steps are 90 epochs of 2Parity's seen part
+    "paper": dict(steps=8640, batch_size=256, lr=1e-3, weight_decay=1e-3, bits=15, dim=256, depth=4, heads=3,
+                  head_dim=64, pooling="cls", position_std=1.0, open=10.0, closed=-10.0),
+}
+SMOKE = dict(steps=10, bits=8)
+EVALUATIONS, PROBE = 10, 2048  # points on a curve; points of the cube that a curve is measured on
+PAPER = {  # Table 1: whole-cube accuracy and mean squared error
+    ("2parity", "default"): (0.75, 1.379), ("2parity", "svd"): (0.75, 1.737),
+    ("2parity", "opt"): (0.75, 1.746), ("2parity", "mask"): (1.0, 0.0029),
+    ("majority", "default"): (0.874, 0.509), ("majority", "svd"): (0.874, 0.516),
+    ("majority", "opt"): (0.874, 0.495), ("majority", "mask"): (1.0, 0.0051),
+}
+
+
+def parse(argv):
+    flags = runs.parser("train_gotu.py", __doc__, TASKS, INITS, PRESETS)
+    flags.add_argument("--bits", type=runs.whole(4, 20), help="n, the length of the inputs")
+    flags.add_argument("--head-dim", type=runs.whole(1, 2**16), help="width of a head")
+    flags.add_argument("--pooling", choices=["mean", "cls"], help="how the tokens become one output")
+    flags.add_argument("--position-std", type=runs.real(low=0), help="scale of the initial position codes")
+    flags.add_argument("--open", type=runs.real(), help="mask logit of an open pair")
+    flags.add_argument("--closed", type=runs.real(), help="mask logit of a closed pair")
+    return runs.parse(flags, argv, PRESETS, SMOKE)
+
+
+@torch.no_grad()
+def predict(model, ids):
+    """(P, n) token ids -> (P,) on the CPU, in pieces."""
+    return torch.cat([model(piece)[:, 0] for piece in ids.split(2048)]).cpu()
+
+
+@torch.no_grad()
+def attention_maps(model, ids):
+    """One (B, H, N, N) for each layer."""
+    return model(ids, return_attention=True)[1]
+
+
+def support_mass(maps, supports):
+    """Attention on the support, for each layer: a mean over heads, inputs and rows with a choice to make."""
+    masses = []
+    for attention, support in zip(maps, supports):
+        support = support.to(attention).expand(attention.shape[1:])  # (H, N, N)
+        masses.append((attention * support).sum(-1)[:, support.amin(-1) == 0].mean().item())
+    return masses
+
+
+def squared_errors(prediction, target, seen):
+    error = (prediction - target).square()
+    parts = {"mse_all": error, "mse_seen": error[seen], "mse_unseen": error[~seen]}
+    return {name: part.mean().item() for name, part in parts.items()}
+
+
+def build(args, task, init, seed, sample):
+    """The model of one run with its prior in place, and the supports, one for each layer.
+
+    Every init of a seed starts from the same weights, apart from what it sets. sample: (B, n) token
+    ids of seen points, on which the query-key inits solve.
+    """
+    model = Encoder(2, args.bits, 1, args.dim, args.depth, args.heads, args.head_dim, pooling=args.pooling,
+                    bias=args.preset != "paper")  # the GOTU code has no biases in its projections
+    init_weights(model, runs.generator(seed, "weights"), position_std=args.position_std)
+    structure = mask_priors.BOOLEAN_LITERAL if init == "mask-literal" else mask_priors.BOOLEAN
+    supports = structure[task](args.bits, args.depth, args.heads)
+    if args.pooling == "cls":
+        supports = mask_priors.with_cls(supports)
+    if init.startswith("mask"):
+        for block, support in zip(model.transformer.blocks, supports):
+            block.attention.set_mask(mask_priors.to_mask(support, args.open, args.closed))
+    elif init in ("svd", "opt"):
+        qk_init.apply_layerwise(getattr(qk_init, init), model, sample, supports)
+    return model, supports
+
+
+def evaluate(task, model, ids, target, seen, supports, probe, first_maps, first_masks):
+    """The metrics of a result line, on the whole cube."""
+    prediction, maps = predict(model, ids), attention_maps(model, ids[probe])
+    metrics = squared_errors(prediction, target, seen)
+    for part, where in (("all", slice(None)), ("seen", seen), ("unseen", ~seen)):
+        metrics[f"acc_{part}"] = boolean.accuracy(task, prediction[where], target[where])
+    drift = [(p.cpu() - first_masks[name]).abs().mean().item() for name, p in runs.masks(model).items()]
+    return metrics | {
+        "support_mass_init": support_mass(first_maps, supports),
+        "support_mass_final": support_mass(maps, supports),
+        # total variation between the attention before and after, half the L1 distance of two rows
+        "attention_shift": sum((a - b).abs().sum(-1).mean().item() / 2 for a, b in zip(maps, first_maps)) / len(maps),
+        "mask_drift": sum(drift) / len(drift) if drift else None,
+    }
+
+
+def print_table(args, results):
+    """This run beside the paper's Table 1 and the exact MDI."""
+    rows = []
+    for task in args.tasks:
+        _, target, seen = boolean.load_task(task, args.bits)
+        mdi = boolean.minimum_degree_interpolator(target, seen)
+        errors = squared_errors(mdi, target, seen)
+        rows.append([f"{task} MDI (exact)", boolean.accuracy(task, mdi, target), boolean.accuracy(task, mdi[~seen], target[~seen]),
+                     *(f"{errors[part]:.4f}" for part in ("mse_all", "mse_unseen", "mse_seen")), "", "", ""])
+        for init in args.inits:
+            these = [r["metrics"] for r in results if (r["task"], r["init"]) == (task, init)]
+            paper = PAPER.get((task, init), ("-", "-"))
+            cells = [runs.mean_std([m[k] for m in these]) for k in ("acc_all", "acc_unseen", "mse_all", "mse_unseen", "mse_seen")]
+            mass = [runs.mean_std([min(m[f"support_mass_{when}"]) for m in these], 2) for when in ("init", "final")]
+            rows.append([f"{task} {init}", *cells, " -> ".join(mass), *paper])
+    header = ["", "accuracy", "unseen", "mse", "unseen", "seen", "support mass", "paper: acc", "mse"]
+    print(f"\n{len(runs.seeds(args))} seed(s), mean +- standard deviation; support mass: least of the layers, start -> end")
+    print(runs.table(header, rows))
+
+
+def main(argv=None):
+    args = parse(argv)
+    device = runs.pick_device(args.device)
+    out = runs.open_out(args.out)
+    finished = runs.read_results(out) if args.resume else {}
+    print(f"device {device}, {torch.get_num_threads()} threads, torch {torch.__version__}, results in {out}")
+    probe = torch.randperm(2**args.bits, generator=runs.generator(0, "probe"))[:PROBE]
+    few, results = probe[:256], []  # few: the inputs on which attention is looked at
+
+    for task, init, seed in itertools.product(args.tasks, args.inits, runs.seeds(args)):
+        key = runs.run_key(vars(args), task, init, seed)
+        if key in finished:
+            results.append(finished[key])
+            continue
+
+        # data: the whole cube, of which training sees a part
+        points, target, seen = boolean.load_task(task, args.bits)
+        ids, seen_points, goal = boolean.to_tokens(points).to(device), seen.nonzero()[:, 0], target.to(device)
+        name = f"{task} {init} seed {seed}"
+        print(f"{name}: n = {args.bits}, {len(seen_points)} points seen, {len(points) - len(seen_points)} unseen")
+
+        # model and prior
+        sample = seen_points[torch.randperm(len(seen_points), generator=runs.generator(seed, "sample"))[:256]]
+        model, supports = build(args, task, init, seed, boolean.to_tokens(points[sample]))
+        model.to(device)
+        first_maps = attention_maps(model, ids[few])
+        first_masks = {name: mask.detach().cpu().clone() for name, mask in runs.masks(model).items()}
+
+        # optimiser: the mask is a group of its own, without weight decay
+        optimizer = torch.optim.Adam(runs.parameter_groups(model, args.lr, args.mask_lr, args.weight_decay))
+        batches = runs.generator(seed, "batches")
+        checkpoint = out / "checkpoints" / f"{key}.pt"
+        step, curve, seconds = runs.resume(checkpoint, model, optimizer, batches) if args.resume else (0, [], 0.0)
+
+        # loop
+        bar = tqdm(total=args.steps, initial=step, desc=name, disable=None, leave=False)
+        start, diverged = time.perf_counter() - seconds, False
+        while step < args.steps and not diverged:
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak"] * runs.cosine(step, args.steps)
+            batch = seen_points[torch.randint(len(seen_points), (args.batch_size,), generator=batches)]
+            loss = (model(ids[batch])[:, 0] - goal[batch]).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            step += 1
+            bar.update()
+            diverged = not math.isfinite(loss.item())
+            if step % max(1, args.steps // EVALUATIONS) == 0:
+                errors = squared_errors(predict(model, ids[probe]), target[probe], seen[probe])
+                masses = support_mass(attention_maps(model, ids[few]), supports)
+                curve.append({"step": step, **errors, "support_mass": masses})
+                runs.report(bar, name, f"step {step}: mse seen {errors['mse_seen']:.4f}, unseen {errors['mse_unseen']:.4f}")
+            if runs.interrupted() or step % 500 == 0:  # long runs can be taken up again
+                runs.checkpoint(checkpoint, model, optimizer, batches, step, curve, time.perf_counter() - start)
+        bar.close()
+        seconds = time.perf_counter() - start
+
+        # evaluation: the whole cube
+        metrics = evaluate(task, model, ids, target, seen, supports, few, first_maps, first_masks)
+        results.append(runs.record(out, args, "gotu", task, init, seed, metrics=metrics, curve=curve,
+                                   steps=step, seconds=seconds, model=model, device=device, diverged=diverged))
+        if diverged:
+            print(f"{name}: diverged at step {step}")
+        runs.save(checkpoint, {"model": model.state_dict(), "step": step})
+
+    print_table(args, results)
+    return results
+
+
+if __name__ == "__main__":
+    runs.command(main)
