@@ -1,0 +1,109 @@
+"""Mask priors and query-key inits: the structure that each claims is there at step 0."""
+import doctest
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tinymask import Encoder, boolean, mask_priors, qk_init
+from tinymask.transformer import init_weights
+
+pytestmark = pytest.mark.gotu
+IDS = boolean.to_tokens(boolean.cube())
+
+
+def encoder(seed=0, position_std=0.05, depth=2, pooling="mean"):
+    model = Encoder(2, 15, 1, 48, depth, 3, 16, pooling=pooling)
+    return init_weights(model, torch.Generator().manual_seed(seed), position_std=position_std)
+
+
+def sample(seed, size=256):
+    return IDS[torch.randperm(len(IDS), generator=torch.Generator().manual_seed(seed))[:size]]
+
+
+def masses(model, supports):
+    _, maps = model(sample(99), return_attention=True)
+    return [(a * s).sum(-1)[:, :, s.amin(-1) == 0].mean().item() for a, s in zip(maps, supports)]
+
+
+def test_supports_by_hand():
+    parity, majority = (mask_priors.BOOLEAN[task](5, 2, 3)[0].tolist() for task in ("2parity", "majority"))
+    assert parity == [[0, 1, 0, 0, 0], [1, 0, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 0, 1]]
+    assert majority == [[1, 0, 0, 0, 0], [0, 1, 0, 0, 0], [0, 0, 1, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 0, 0]]
+    literal = mask_priors.parity2_literal_support(4, 1, 3)[0]
+    assert literal.nonzero().tolist() == [[0, 1], [1, 0]]
+    assert torch.equal(mask_priors.majority3_literal_support(4, 1, 3)[0], torch.eye(4))
+
+
+@pytest.mark.parametrize("task", mask_priors.BOOLEAN)
+def test_every_row_of_a_prior_says_something(task):
+    for support in mask_priors.BOOLEAN[task](15, 2, 3):
+        assert (support.amax(-1) == 1).all() and (support.amin(-1) == 0).all()
+
+
+def test_a_wholly_closed_row_is_no_prior():
+    closed = mask_priors.to_mask(mask_priors.parity2_literal_support(15, 1, 3)[0])
+    bias = F.logsigmoid(closed)
+    torch.testing.assert_close(bias[5].softmax(-1), torch.full((15,), 1 / 15))
+
+
+def test_to_mask_values_and_their_logits():
+    mask = mask_priors.to_mask(torch.eye(3), open=3, closed=-8)
+    assert mask.dtype == torch.float32 and mask[0].tolist() == [3.0, -8.0, -8.0]
+    assert F.logsigmoid(mask_priors.to_mask(torch.eye(2)))[0].tolist() == pytest.approx([-4.54e-5, -10.0000454], rel=1e-3)
+
+
+def test_with_cls_by_hand():
+    extended = mask_priors.with_cls([torch.eye(2)])[0]
+    assert extended.tolist() == [[1, 1, 1], [0, 1, 0], [0, 0, 1]]
+    assert mask_priors.with_cls([torch.ones(3, 2, 2)])[0].shape == (3, 3, 3)
+
+
+@pytest.mark.parametrize("task", mask_priors.BOOLEAN)
+@pytest.mark.parametrize("method", [qk_init.svd, qk_init.opt])
+@pytest.mark.parametrize("position_std", [0.05, 0.3])
+def test_query_key_inits_produce_the_pattern(task, method, position_std):
+    model = encoder(position_std=position_std)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    supports = mask_priors.BOOLEAN[task](15, 2, 3)
+    qk_init.apply_layerwise(method, model, sample(0), supports)
+    assert min(masses(model, supports)) >= 0.99  # on other points than it was solved on
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {f"transformer.blocks.{i}.attention.{part}.weight" for i in (0, 1) for part in ("query", "key")}
+
+
+@pytest.mark.parametrize("method", [qk_init.svd, qk_init.opt])
+def test_query_key_inits_with_cls(method):
+    model = encoder(pooling="cls")
+    supports = mask_priors.with_cls(mask_priors.parity2_support(15, 2, 3))
+    qk_init.apply_layerwise(method, model, sample(1), supports)
+    assert min(masses(model, supports)) >= 0.95
+
+
+def test_svd_solves_for_the_scores():
+    """Independent of the code path: W_Q W_K^T between position means has the asked-for gap in every row."""
+    model, supports = encoder(position_std=0.3), mask_priors.parity2_support(15, 2, 3)
+    qk_init.apply_layerwise(qk_init.svd, model, sample(2), supports)
+    block = model.transformer.blocks[0]
+    x = block.norm1(model.embed(sample(3))).double()
+    query, key = (F.linear(x, layer.weight.double())[..., :16] for layer in (block.attention.query, block.attention.key))
+    scores = (query @ key.transpose(1, 2) / 4).mean(0)  # head 0, sqrt(16) = 4
+    opened = scores[supports[0] == 1]
+    closed = (scores.sum(-1) - opened[[1, 0, *range(2, 15)]]) / 14
+    assert (opened.mean() - closed.mean()).item() == pytest.approx(10, rel=0.05)
+
+
+def test_svd_per_head_supports_and_low_rank():
+    support = torch.stack([torch.eye(15).roll(shift, 1) for shift in (0, 1, 2)])
+    model = encoder(position_std=0.3)
+    qk_init.apply_layerwise(qk_init.svd, model, sample(4), [support] * 2)
+    _, maps = model(sample(5), return_attention=True)
+    assert ((maps[0] * support).sum(-1).mean((0, 2)) > 0.95).all()
+    narrow = init_weights(Encoder(2, 15, 1, 48, 1, 3, 4), torch.Generator().manual_seed(0), position_std=0.3)
+    qk_init.apply_layerwise(qk_init.svd, narrow, sample(6), [torch.eye(15)])  # rank 14 does not fit into 4
+    _, maps = narrow(sample(7), return_attention=True)
+    assert (maps[0] * torch.eye(15)).sum(-1).mean() < 0.9
+
+
+def test_examples_in_the_docstrings():
+    assert doctest.testmod(mask_priors).failed == 0

@@ -1,0 +1,160 @@
+"""What the scripts share: flags, result lines, checkpoints, optimiser groups, tables."""
+import json
+import math
+import os
+import sys
+
+import pytest
+import torch
+
+from tinymask import Encoder, runs
+
+pytestmark = pytest.mark.gotu
+
+
+def test_every_parameter_is_in_exactly_one_group_and_the_mask_is_not_decayed():
+    model = Encoder(2, 4, 1, 8, 2, 2)
+    for block in model.transformer.blocks:
+        block.attention.set_mask(torch.full((4, 4), 3.0))
+    others, masks = runs.parameter_groups(model, lr=1e-3, mask_lr=1e-2, weight_decay=0.1)
+    listed = [id(p) for group in (others, masks) for p in group["params"]]
+    assert sorted(listed) == sorted(id(p) for p in model.parameters())
+    assert len(masks["params"]) == 2 and masks["weight_decay"] == 0 and masks["lr"] == 1e-2
+    optimizer = torch.optim.Adam([others, masks])
+    before = model.transformer.blocks[0].attention.mask.clone()
+    for _ in range(100):  # zero gradients: decay alone would move it
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+    assert torch.equal(model.transformer.blocks[0].attention.mask, before)
+
+
+def test_frozen_parameters_are_not_given_to_the_optimiser():
+    model = Encoder(2, 4, 1, 8, 1, 2)
+    attention = model.transformer.blocks[0].attention
+    for p in (*attention.query.parameters(), *attention.key.parameters()):
+        p.requires_grad_(False)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.Adam(runs.parameter_groups(model, 1e-2, 1e-2, 0.1))
+    for _ in range(10):
+        optimizer.zero_grad()
+        model(torch.zeros(2, 4, dtype=torch.long)).sum().backward()
+        optimizer.step()
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name]) == ("query" in name or "key" in name) or p.grad.abs().sum() == 0
+
+
+def test_generators_are_independent_and_repeatable():
+    first, again, other = (torch.rand(3, generator=runs.generator(*key))
+                           for key in ((1, "weights"), (1, "weights"), (1, "batches")))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+def test_cosine():
+    assert runs.cosine(0, 100) == pytest.approx(1 / 20)
+    assert runs.cosine(50, 100) == pytest.approx(0.5)
+    assert 0 < runs.cosine(99, 100) < 0.001
+
+
+def test_strict_json_has_null_for_nan():
+    text = json.dumps(runs.strict({"a": [math.nan, 1.0], "b": (math.inf,)}), allow_nan=False)
+    assert json.loads(text) == {"a": [None, 1.0], "b": [None]}
+
+
+def test_key_depends_on_the_flags_of_the_run_only():
+    base = {"lr": 1e-3, "batch_size": 128, "seeds": 1, "out": "a"}
+    assert runs.run_key(base, "t") == runs.run_key(base | {"seeds": 9, "out": "b"}, "t")
+    assert runs.run_key(base, "t") != runs.run_key(base | {"batch_size": 64}, "t")
+
+
+def line(seed):
+    return json.dumps({"config": {"lr": 1.0}, "task": "t", "init": "i", "seed": seed})
+
+
+def test_results_survive_a_write_that_was_cut_short(tmp_path):
+    path = tmp_path / "results.jsonl"
+    runs.append_line(path, line(0))
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(line(1)[:20])  # as a kill in the middle of a write leaves it
+    runs.append_line(path, line(2))
+    assert [result["seed"] for result in runs.read_results(tmp_path).values()] == [0, 2]
+
+
+def test_full_disk_leaves_the_old_result_lines(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "results.jsonl"
+    runs.append_line(path, line(0))
+    old = path.read_bytes()
+    real_open = open
+
+    class Full:
+        def __init__(self, *args, **kwargs):
+            self.file = real_open(*args, **kwargs)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *details):
+            self.file.close()
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+        def write(self, data):
+            return self.file.write(data[:5])
+
+    monkeypatch.setattr("builtins.open", Full)
+    with pytest.raises(SystemExit) as stop:
+        runs.append_line(path, line(1))
+    monkeypatch.undo()
+    assert stop.value.code == 1 and "disk full" in capsys.readouterr().err and path.read_bytes() == old
+
+
+def test_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+    path = tmp_path / "deep" / "a.pt"
+    runs.save(path, {"step": 1})
+
+    def broken(state, file):
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", broken)
+    with pytest.raises(SystemExit) as stop:
+        runs.save(path, {"step": 2})
+    assert stop.value.code == 1 and runs.load(path) == {"step": 1}
+    assert [p.name for p in path.parent.iterdir()] == ["a.pt"]
+
+
+def test_broken_checkpoint_is_one_line(tmp_path, capsys):
+    (tmp_path / "a.pt").write_bytes(b"nonsense")
+    with pytest.raises(SystemExit) as stop:
+        runs.load(tmp_path / "a.pt")
+    assert stop.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_auto_device_and_missing_devices(capsys):
+    assert runs.pick_device("auto").type in ("cpu", "cuda", "mps")
+    for name in ("tpu", "cuda:99", "meta", "", "cpu:x"):
+        with pytest.raises(SystemExit) as stop:
+            runs.pick_device(name)
+        assert stop.value.code == 2 and f"--device {name}" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Unix paths")
+@pytest.mark.parametrize("bad", ["/proc/x", "FILE", "FILE/below", "a\0b"])
+def test_unusable_out(bad, tmp_path, capsys):
+    (tmp_path / "FILE").write_text("keep", encoding="utf-8")
+    target = bad if bad.startswith("/") else os.path.join(str(tmp_path), bad)
+    with pytest.raises(SystemExit) as stop:
+        runs.open_out(target)
+    assert stop.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1
+    assert (tmp_path / "FILE").read_text(encoding="utf-8") == "keep"
+
+
+def test_out_with_spaces_and_umlauts(tmp_path):
+    assert runs.open_out(tmp_path / "a b" / "ü").is_dir()
+
+
+def test_mean_std_and_table():
+    assert runs.mean_std([1.0, 2.0, 3.0], 2) == "2.00 +- 1.00"
+    assert runs.mean_std([0.5]) == "0.5000" and runs.mean_std([]) == runs.mean_std([None, 1.0]) == "-"
+    assert runs.table(["a", "b"], [["x", 1], ["long", 22]]).splitlines() == ["a      b", "--------", "x      1", "long  22"]

@@ -1,0 +1,165 @@
+"""train_gotu.py end to end on tiny settings, and what it does with bad input."""
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import train_gotu
+from tinymask import boolean, runs
+
+pytestmark = pytest.mark.gotu
+ROOT = Path(__file__).parent.parent
+TINY = ["--bits", "6", "--steps", "8", "--dim", "12", "--head-dim", "4", "--batch-size", "16"]
+
+
+def tiny(out, *more):
+    return train_gotu.main([*TINY, "--out", str(out), *more])
+
+
+def lines(out):
+    return [json.loads(line) for line in (out / "results.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def process(*arguments, **options):
+    return subprocess.run([sys.executable, str(ROOT / "train_gotu.py"), *arguments], capture_output=True,
+                          encoding="cp1252", **options)
+
+
+def test_result_lines(tmp_path, capsys):
+    results = tiny(tmp_path, "--inits", *train_gotu.INITS)
+    assert lines(tmp_path) == json.loads(json.dumps(results)) and len(results) == 10
+    for result in results:
+        assert set(result) == {"script", "task", "init", "seed", "config", "metrics", "curve", "steps", "seconds",
+                               "peak_rss_mb", "params", "threads", "versions", "device", "diverged", "complete"}
+        assert set(result["metrics"]) == {
+            "mse_all", "mse_seen", "mse_unseen", "acc_all", "acc_seen", "acc_unseen", "support_mass_init",
+            "support_mass_final", "attention_shift", "mask_drift"}
+        assert set(result["versions"]) == {"python", "torch", "numpy", "tinymask"} and "out" not in result["config"]
+        assert result["script"] == "gotu" and result["complete"] and not result["diverged"]
+        assert result["params"]["mask"] == (2 * 36 if result["init"].startswith("mask") else 0)
+        assert result["curve"][-1]["step"] == result["steps"] == 8
+    mass = {r["init"]: min(r["metrics"]["support_mass_init"]) for r in results if r["task"] == "2parity"}
+    assert mass["mask"] > 0.98 and mass["default"] < 0.4
+    table = capsys.readouterr().out
+    assert "2parity: " not in table and "2parity default seed 0: n = 6, 48 points seen, 16 unseen" in table
+
+
+def test_a_run_is_repeatable_bit_for_bit_and_inits_share_weights_and_batches(tmp_path):
+    first, again = (tiny(tmp_path / name, "--tasks", "2parity") for name in "ab")
+    assert [r["metrics"] for r in first] == [r["metrics"] for r in again]
+    args = train_gotu.parse(TINY)
+    ids = boolean.to_tokens(boolean.cube(6))
+    states = [train_gotu.build(args, "2parity", init, 3, ids)[0].state_dict() for init in ("default", "svd", "mask")]
+    for name in states[0]:
+        if "query" not in name and "key" not in name:
+            assert torch.equal(states[0][name], states[1][name])
+        assert torch.equal(states[0][name], states[2][name])
+
+
+def test_resume_skips_finished_runs(tmp_path):
+    first = tiny(tmp_path, "--tasks", "2parity", "--inits", "mask")
+    second = tiny(tmp_path, "--tasks", "2parity", "--inits", "mask", "default", "--resume")
+    assert second[0] == json.loads(json.dumps(first[0])) and len(lines(tmp_path)) == 2
+    tiny(tmp_path, "--tasks", "2parity", "--inits", "mask", "--batch-size", "8", "--resume")
+    assert len(lines(tmp_path)) == 3  # another batch size is another run
+
+
+def test_resume_inside_a_run_equals_an_uninterrupted_one(tmp_path, monkeypatch):
+    whole = tiny(tmp_path / "whole", "--tasks", "2parity", "--inits", "mask")
+    calls = iter(range(100))
+    monkeypatch.setattr(runs, "interrupted", lambda: next(calls) >= 4)  # Ctrl-C during the fifth step
+    with pytest.raises(SystemExit) as stop:
+        tiny(tmp_path / "parts", "--tasks", "2parity", "--inits", "mask")
+    assert stop.value.code == 130 and not (tmp_path / "parts" / "results.jsonl").exists()
+    monkeypatch.undo()
+    parts = tiny(tmp_path / "parts", "--tasks", "2parity", "--inits", "mask", "--resume")
+    assert parts[0]["metrics"] == whole[0]["metrics"] and parts[0]["curve"] == whole[0]["curve"]
+
+
+def test_divergence_is_recorded(tmp_path, capsys):
+    (result,) = tiny(tmp_path, "--tasks", "2parity", "--inits", "default", "--lr", "1e30")
+    assert result["diverged"] and result["steps"] < 8 and "diverged at step" in capsys.readouterr().out
+    assert lines(tmp_path)[0]["metrics"]["mse_all"] is None
+
+
+BAD = [
+    ["--lr", "nan"], ["--lr", "inf"], ["--lr", "-1"], ["--lr", "0"], ["--seeds", "0"], ["--seeds", ""], ["--seeds", "-1"],
+    ["--steps", "0"], ["--batch-size", "0"], ["--tasks", "nosuch"], ["--inits", "nosuch"], ["--preset", "huge"],
+    ["--device", "tpu"], ["--device", "cuda:9"], ["--dim", "x"], ["--open", "nan"], ["--smoke", "False"], ["--tas", "2parity"],
+    ["--tasks"], ["--bits", "2"], ["--bits", "64"], ["--weight-decay", "-1"], ["--mask-lr", "nan"], ["--heads", "1.5"],
+    ["--out", "/dev/null/x"],
+]
+
+
+@pytest.mark.parametrize("flags", BAD, ids=" ".join)
+def test_bad_input_is_one_line_and_status_2(flags, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        train_gotu.main(flags)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and len(error.splitlines()) == 1 and (flags[0] in error or flags[-1] in error)
+    assert not list(tmp_path.iterdir())
+
+
+def test_unknown_task_lists_the_tasks(capsys):
+    with pytest.raises(SystemExit):
+        train_gotu.main(["--tasks", "nosuch"])
+    assert "2parity" in capsys.readouterr().err
+
+
+def test_as_a_process_from_another_directory(tmp_path):
+    done = process(*TINY, "--tasks", "majority", "--inits", "mask", "--out", "a b/ü", cwd=tmp_path,
+                   env={**os.environ, "PYTHONIOENCODING": "cp1252", "LC_ALL": "C"})
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "" and done.stdout.replace("ü", "").isascii()
+    assert "majority mask" in done.stdout.splitlines()[-1]
+    assert len(lines(tmp_path / "a b" / "ü")) == 1
+
+
+def test_help_and_exit_status(tmp_path):
+    help_text = process("--help")
+    assert help_text.returncode == 0 and "--position-std" in help_text.stdout
+    assert process("--tasks", "nosuch").returncode == 2
+    diverged = process(*TINY, "--tasks", "2parity", "--inits", "default", "--lr", "1e30", "--out", str(tmp_path))
+    assert diverged.returncode == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals and pipes")
+def test_ctrl_c_saves_and_leaves_with_130(tmp_path):
+    command = [sys.executable, str(ROOT / "train_gotu.py"), *TINY, "--steps", "100000", "--tasks", "2parity",
+               "--inits", "mask", "--out", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stdout.readline().startswith("device") and running.stdout.readline()
+        time.sleep(1)
+        running.send_signal(signal.SIGINT)
+        _, error = running.communicate(timeout=60)
+    assert running.returncode == 130 and "--resume" in error and "Traceback" not in error
+    assert len(list((tmp_path / "checkpoints").glob("*.pt"))) == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX pipes")
+def test_a_closed_pipe_is_quiet(tmp_path):
+    command = f'"{sys.executable}" "{ROOT / "train_gotu.py"}" {" ".join(TINY)} --out "{tmp_path}" | head -1'
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert done.stdout.startswith("device") and done.stderr == ""
+
+
+def test_paper_preset_builds():
+    args = train_gotu.parse(["--preset", "paper"])
+    model, supports = train_gotu.build(args, "2parity", "mask", 0, None)
+    attention = model.transformer.blocks[3].attention
+    assert len(supports) == 4 and attention.mask.shape == (16, 16) and attention.query.bias is None
+    assert attention.query.weight.shape == (192, 256) and model.cls is not None
+
+
+@pytest.mark.slow
+def test_the_claim_on_2parity(tmp_path):
+    """The default command's recipe: the mask gets the unseen part right, the default gets it wrong."""
+    default, mask = train_gotu.main(["--tasks", "2parity", "--inits", "default", "mask", "--out", str(tmp_path)])
+    assert mask["metrics"]["acc_all"] == 1.0 and default["metrics"]["acc_all"] == 0.75
