@@ -14,8 +14,8 @@ import time
 import torch
 from tqdm import tqdm
 
-from tinymask import boolean, mask_priors, qk_init, runs
-from tinymask.transformer import Encoder, init_weights
+from tinymask import boolean, mask_priors, pictures, qk_init, runs
+from tinymask.transformer import Encoder, init_weights, masks, parameter_groups
 
 TASKS = list(mask_priors.BOOLEAN)
 INITS = ["default", "svd", "opt", "mask", "mask-literal"]
@@ -36,7 +36,7 @@ PAPER = {  # Table 1: whole-cube accuracy and mean squared error
 }
 
 
-def parse(argv):
+def parser():
     flags = runs.parser("train_gotu.py", __doc__, TASKS, INITS, PRESETS)
     flags.add_argument("--bits", type=runs.whole(4, 20), help="n, the length of the inputs")
     flags.add_argument("--head-dim", type=runs.whole(1, 2**16), help="width of a head")
@@ -44,7 +44,7 @@ def parse(argv):
     flags.add_argument("--position-std", type=runs.real(low=0), help="scale of the initial position codes")
     flags.add_argument("--open", type=runs.real(), help="mask logit of an open pair")
     flags.add_argument("--closed", type=runs.real(), help="mask logit of a closed pair")
-    return runs.parse(flags, argv, PRESETS, SMOKE)
+    return flags
 
 
 @torch.no_grad()
@@ -101,7 +101,7 @@ def evaluate(task, model, ids, target, seen, supports, probe, first_maps, first_
     metrics = squared_errors(prediction, target, seen)
     for part, where in (("all", slice(None)), ("seen", seen), ("unseen", ~seen)):
         metrics[f"acc_{part}"] = boolean.accuracy(task, prediction[where], target[where])
-    drift = [(p.cpu() - first_masks[name]).abs().mean().item() for name, p in runs.masks(model).items()]
+    drift = [(p.cpu() - first_masks[name]).abs().mean().item() for name, p in masks(model).items()]
     return metrics | {
         "support_mass_init": support_mass(first_maps, supports),
         "support_mass_final": support_mass(maps, supports),
@@ -113,26 +113,29 @@ def evaluate(task, model, ids, target, seen, supports, probe, first_maps, first_
 
 def print_table(args, results):
     """This run beside the paper's Table 1 and the exact MDI."""
-    rows = []
+    rows, columns = [], ["acc_all", "acc_unseen", "mse_all", "mse_unseen", "mse_seen"]
     for task in args.tasks:
         _, target, seen = boolean.load_task(task, args.bits)
         mdi = boolean.minimum_degree_interpolator(target, seen)
         errors = squared_errors(mdi, target, seen)
-        rows.append([f"{task} MDI (exact)", boolean.accuracy(task, mdi, target), boolean.accuracy(task, mdi[~seen], target[~seen]),
-                     *(f"{errors[part]:.4f}" for part in ("mse_all", "mse_unseen", "mse_seen")), "", "", ""])
+        accuracies = [boolean.accuracy(task, mdi[part], target[part]) for part in (slice(None), ~seen)]
+        rows.append([f"{task} MDI (exact)", *(f"{value:.4f}" for value in accuracies),
+                     *(f"{errors[name]:.4f}" for name in columns[2:]), "", "", ""])
         for init in args.inits:
             these = [r["metrics"] for r in results if (r["task"], r["init"]) == (task, init)]
             paper = PAPER.get((task, init), ("-", "-"))
-            cells = [runs.mean_std([m[k] for m in these]) for k in ("acc_all", "acc_unseen", "mse_all", "mse_unseen", "mse_seen")]
+            cells = [runs.mean_std([m[column] for m in these]) for column in columns]
             mass = [runs.mean_std([min(m[f"support_mass_{when}"]) for m in these], 2) for when in ("init", "final")]
             rows.append([f"{task} {init}", *cells, " -> ".join(mass), *paper])
     header = ["", "accuracy", "unseen", "mse", "unseen", "seen", "support mass", "paper: acc", "mse"]
-    print(f"\n{len(runs.seeds(args))} seed(s), mean +- standard deviation; support mass: least of the layers, start -> end")
+    print(f"\n{args.seeds} seed(s), mean +- standard deviation; support mass: the least layer's, start -> end")
     print(runs.table(header, rows))
 
 
 def main(argv=None):
-    args = parse(argv)
+    args = runs.parse(parser(), argv, PRESETS, SMOKE)
+    if args.plot:
+        pictures.pyplot()  # a missing matplotlib is said before the training, not after it
     device = runs.pick_device(args.device)
     out = runs.open_out(args.out)
     finished = runs.read_results(out) if args.resume else {}
@@ -157,10 +160,10 @@ def main(argv=None):
         model, supports = build(args, task, init, seed, boolean.to_tokens(points[sample]))
         model.to(device)
         first_maps = attention_maps(model, ids[few])
-        first_masks = {name: mask.detach().cpu().clone() for name, mask in runs.masks(model).items()}
+        first_masks = {name: mask.detach().cpu().clone() for name, mask in masks(model).items()}
 
         # optimiser: the mask is a group of its own, without weight decay
-        optimizer = torch.optim.Adam(runs.parameter_groups(model, args.lr, args.mask_lr, args.weight_decay))
+        optimizer = torch.optim.Adam(parameter_groups(model, args.lr, args.mask_lr, args.weight_decay))
         batches = runs.generator(seed, "batches")
         checkpoint = out / "checkpoints" / f"{key}.pt"
         step, curve, seconds = runs.resume(checkpoint, model, optimizer, batches) if args.resume else (0, [], 0.0)
@@ -183,7 +186,8 @@ def main(argv=None):
                 errors = squared_errors(predict(model, ids[probe]), target[probe], seen[probe])
                 masses = support_mass(attention_maps(model, ids[few]), supports)
                 curve.append({"step": step, **errors, "support_mass": masses})
-                runs.report(bar, name, f"step {step}: mse seen {errors['mse_seen']:.4f}, unseen {errors['mse_unseen']:.4f}")
+                line = "step {step}: mse seen {mse_seen:.4f}, unseen {mse_unseen:.4f}".format(**curve[-1])
+                runs.report(bar, name, line)
             if runs.interrupted() or step % 500 == 0:  # long runs can be taken up again
                 runs.checkpoint(checkpoint, model, optimizer, batches, step, curve, time.perf_counter() - start)
         bar.close()
@@ -198,6 +202,8 @@ def main(argv=None):
         runs.save(checkpoint, {"model": model.state_dict(), "step": step})
 
     print_table(args, results)
+    if args.plot:
+        pictures.curves(results, args.tasks, args.inits, out / "curves.png")
     return results
 
 

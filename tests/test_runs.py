@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tinymask import Encoder, runs
+from tinymask.transformer import parameter_groups
 
 pytestmark = pytest.mark.gotu
 
@@ -16,7 +17,7 @@ def test_every_parameter_is_in_exactly_one_group_and_the_mask_is_not_decayed():
     model = Encoder(2, 4, 1, 8, 2, 2)
     for block in model.transformer.blocks:
         block.attention.set_mask(torch.full((4, 4), 3.0))
-    others, masks = runs.parameter_groups(model, lr=1e-3, mask_lr=1e-2, weight_decay=0.1)
+    others, masks = parameter_groups(model, lr=1e-3, mask_lr=1e-2, weight_decay=0.1)
     listed = [id(p) for group in (others, masks) for p in group["params"]]
     assert sorted(listed) == sorted(id(p) for p in model.parameters())
     assert len(masks["params"]) == 2 and masks["weight_decay"] == 0 and masks["lr"] == 1e-2
@@ -35,7 +36,7 @@ def test_frozen_parameters_are_not_given_to_the_optimiser():
     for p in (*attention.query.parameters(), *attention.key.parameters()):
         p.requires_grad_(False)
     before = {name: p.clone() for name, p in model.named_parameters()}
-    optimizer = torch.optim.Adam(runs.parameter_groups(model, 1e-2, 1e-2, 0.1))
+    optimizer = torch.optim.Adam(parameter_groups(model, 1e-2, 1e-2, 0.1))
     for _ in range(10):
         optimizer.zero_grad()
         model(torch.zeros(2, 4, dtype=torch.long)).sum().backward()

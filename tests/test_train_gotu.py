@@ -53,7 +53,7 @@ def test_result_lines(tmp_path, capsys):
 def test_a_run_is_repeatable_bit_for_bit_and_inits_share_weights_and_batches(tmp_path):
     first, again = (tiny(tmp_path / name, "--tasks", "2parity") for name in "ab")
     assert [r["metrics"] for r in first] == [r["metrics"] for r in again]
-    args = train_gotu.parse(TINY)
+    args = runs.parse(train_gotu.parser(), TINY, train_gotu.PRESETS, train_gotu.SMOKE)
     ids = boolean.to_tokens(boolean.cube(6))
     states = [train_gotu.build(args, "2parity", init, 3, ids)[0].state_dict() for init in ("default", "svd", "mask")]
     for name in states[0]:
@@ -151,7 +151,7 @@ def test_a_closed_pipe_is_quiet(tmp_path):
 
 
 def test_paper_preset_builds():
-    args = train_gotu.parse(["--preset", "paper"])
+    args = runs.parse(train_gotu.parser(), ["--preset", "paper"], train_gotu.PRESETS, {})
     model, supports = train_gotu.build(args, "2parity", "mask", 0, None)
     attention = model.transformer.blocks[3].attention
     assert len(supports) == 4 and attention.mask.shape == (16, 16) and attention.query.bias is None

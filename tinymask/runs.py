@@ -19,7 +19,7 @@ import torch
 from tinymask import __version__
 
 # flags that choose which runs are made, or where; a run is the same run whatever they say
-NOT_OF_THE_RUN = ("tasks", "inits", "seeds", "first_seed", "out", "resume", "smoke", "device")
+NOT_OF_THE_RUN = ("tasks", "inits", "seeds", "first_seed", "out", "resume", "plot", "smoke", "device")
 _interrupted = []
 
 
@@ -88,9 +88,10 @@ def parser(script, description, tasks, inits, presets):
     add("--depth", type=whole(1, 1000), help="layers")
     add("--heads", type=whole(1, 1000), help="attention heads")
     add("--device", default="auto", help="auto (cuda, else mps, else cpu), cpu, cuda, cuda:1, mps")
-    add("--out", default=f"runs/{script[6:-3]}", metavar="DIR", help="results.jsonl and checkpoints (default: %(default)s)")
+    add("--out", default=f"runs/{script[6:-3]}", metavar="DIR", help="where results go (default: %(default)s)")
     add("--smoke", action="store_true", help="a few tiny steps of everything, to see that it runs")
     add("--resume", action="store_true", help="skip finished runs, go on inside unfinished ones")
+    add("--plot", action="store_true", help="draw figures from the results (extra plot: matplotlib)")
     return flags
 
 
@@ -179,10 +180,9 @@ def machine(device):
 
 def record(folder, args, script, task, init, seed, *, model, device, **fields):
     """Make the result line of a finished run and append it to folder/results.jsonl. Returns it."""
-    sizes = {name: p.numel() for name, p in model.named_parameters()}
-    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    params = {"total": sum(sizes.values()), "trainable": trainable,
-              "mask": sum(mask.numel() for mask in masks(model).values())}
+    sizes = [(name, p.numel(), p.requires_grad) for name, p in model.named_parameters()]
+    params = {"total": sum(n for _, n, _ in sizes), "trainable": sum(n for _, n, grad in sizes if grad),
+              "mask": sum(n for name, n, _ in sizes if name.split(".")[-1] == "mask")}
     config = {name: value for name, value in vars(args).items() if name != "out"}
     result = {"script": script, "task": task, "init": init, "seed": seed, "config": config, **fields,
               "params": params, **machine(device), "complete": True}
@@ -268,34 +268,12 @@ def resume(path, model, optimizer, batches):
     return state["step"], state["curve"], state["seconds"]
 
 
-# -- optimiser --------------------------------------------------------------------------------
-
-
-def masks(model):
-    """The masks M of a model, name -> parameter."""
-    return {name: p for name, p in model.named_parameters() if name.split(".")[-1] == "mask"}
-
-
-def parameter_groups(model, lr, mask_lr, weight_decay):
-    """Two optimiser groups, complete and disjoint: the masks, never decayed, and all else.
-
-    Frozen parameters are in neither. Each group keeps its peak rate, which a schedule multiplies.
-    """
-    of_mask = list(masks(model).values())
-    others = [p for name, p in model.named_parameters() if name not in masks(model)]
-    groups = [(others, lr, weight_decay), (of_mask, mask_lr, 0.0)]
-    return [
-        {"params": [p for p in params if p.requires_grad], "lr": rate, "peak": rate, "weight_decay": decay}
-        for params, rate, decay in groups
-    ]
+# -- running and printing ---------------------------------------------------------------------
 
 
 def cosine(step, steps, warmup=20):
     """Factor on the learning rate: linear for `warmup` steps, then half a cosine down to 0 at `steps`."""
     return min(1.0, (step + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * step / steps))
-
-
-# -- running and printing ---------------------------------------------------------------------
 
 
 def interrupted():

@@ -112,3 +112,22 @@ def init_weights(model, generator, token_std=1.0, position_std=0.3):
         if name in ("position", "cls"):
             nn.init.normal_(parameter, std=position_std, generator=generator)
     return model
+
+
+def masks(model):
+    """The masks M of a model, name -> parameter."""
+    return {name: p for name, p in model.named_parameters() if name.split(".")[-1] == "mask"}
+
+
+def parameter_groups(model, lr, mask_lr, weight_decay):
+    """Two optimiser groups, complete and disjoint: the masks, never decayed, and all the rest.
+
+    Decay would pull M to 0, that is to no prior. Frozen parameters are in neither group. Each group
+    keeps its peak rate, which a schedule multiplies.
+    """
+    of_masks = masks(model)
+    others = [p for name, p in model.named_parameters() if name not in of_masks]
+    return [
+        {"params": [p for p in params if p.requires_grad], "lr": rate, "peak": rate, "weight_decay": decay}
+        for params, rate, decay in ((others, lr, weight_decay), (of_masks.values(), mask_lr, 0.0))
+    ]
