@@ -20,8 +20,8 @@ from tinymask.transformer import Encoder, init_weights, masks, parameter_groups
 TASKS = list(mask_priors.BOOLEAN)
 INITS = ["default", "svd", "opt", "mask", "mask-literal"]
 PRESETS = {
-    "small": dict(steps=600, batch_size=128, lr=1e-3, weight_decay=0.0, bits=15, dim=48, depth=2, heads=3,
-                  head_dim=16, pooling="mean", position_std=0.1, open=10.0, closed=-6.0),
+    "small": dict(steps=800, batch_size=128, lr=1e-3, weight_decay=0.0, bits=15, dim=48, depth=2, heads=3,
+                  head_dim=16, pooling="mean", position_std=0.05, open=10.0, closed=-6.0),
     # Table 7 on the model of the GOTU code; 8,640 steps are 90 epochs of 2Parity's seen part
     "paper": dict(steps=8640, batch_size=256, lr=1e-3, weight_decay=1e-3, bits=15, dim=256, depth=4, heads=3,
                   head_dim=64, pooling="cls", position_std=1.0, open=10.0, closed=-10.0),
