@@ -10,7 +10,8 @@ from tinymask import boolean
 pytestmark = pytest.mark.gotu
 
 
-@pytest.mark.parametrize("name, seen", [("2parity", 24576), ("majority", 24576), ("cyclic3", 28672), ("threesym", 16384)])
+@pytest.mark.parametrize("name, seen", [
+    ("2parity", 24576), ("majority", 24576), ("cyclic3", 28672), ("threesym", 16384)])
 def test_sizes(name, seen):
     x, target, mark = boolean.load_task(name)
     assert x.shape == (32768, 15) and target.shape == (32768,) and mark.sum() == seen

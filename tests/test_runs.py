@@ -158,4 +158,5 @@ def test_out_with_spaces_and_umlauts(tmp_path):
 def test_mean_std_and_table():
     assert runs.mean_std([1.0, 2.0, 3.0], 2) == "2.00 +- 1.00"
     assert runs.mean_std([0.5]) == "0.5000" and runs.mean_std([]) == runs.mean_std([None, 1.0]) == "-"
-    assert runs.table(["a", "b"], [["x", 1], ["long", 22]]).splitlines() == ["a      b", "--------", "x      1", "long  22"]
+    lines = runs.table(["a", "b"], [["x", 1], ["long", 22]]).splitlines()
+    assert lines == ["a      b", "--------", "x      1", "long  22"]

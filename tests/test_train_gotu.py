@@ -89,9 +89,11 @@ def test_divergence_is_recorded(tmp_path, capsys):
 
 
 BAD = [
-    ["--lr", "nan"], ["--lr", "inf"], ["--lr", "-1"], ["--lr", "0"], ["--seeds", "0"], ["--seeds", ""], ["--seeds", "-1"],
+    ["--lr", "nan"], ["--lr", "inf"], ["--lr", "-1"], ["--lr", "0"],
+    ["--seeds", "0"], ["--seeds", ""], ["--seeds", "-1"], ["--first-seed", "-1"],
     ["--steps", "0"], ["--batch-size", "0"], ["--tasks", "nosuch"], ["--inits", "nosuch"], ["--preset", "huge"],
-    ["--device", "tpu"], ["--device", "cuda:9"], ["--dim", "x"], ["--open", "nan"], ["--smoke", "False"], ["--tas", "2parity"],
+    ["--device", "tpu"], ["--device", "cuda:9"], ["--dim", "x"], ["--open", "nan"], ["--smoke", "False"],
+    ["--tas", "2parity"],
     ["--tasks"], ["--bits", "2"], ["--bits", "64"], ["--weight-decay", "-1"], ["--mask-lr", "nan"], ["--heads", "1.5"],
     ["--out", "/dev/null/x"],
 ]
