@@ -27,7 +27,7 @@ PRESETS = {
                   head_dim=64, pooling="cls", position_std=1.0, open=10.0, closed=-10.0),
 }
 SMOKE = dict(steps=10, bits=8)
-EVALUATIONS, PROBE = 10, 2048  # points on a curve; points of the cube that a curve is measured on
+EVALUATIONS, PROBE = 10, 2048  # points on a curve, at most; points of the cube that it is measured on
 PAPER = {  # Table 1: whole-cube accuracy and mean squared error
     ("2parity", "default"): (0.75, 1.379), ("2parity", "svd"): (0.75, 1.737),
     ("2parity", "opt"): (0.75, 1.746), ("2parity", "mask"): (1.0, 0.0029),
@@ -125,9 +125,10 @@ def print_table(args, results):
             these = [r["metrics"] for r in results if (r["task"], r["init"]) == (task, init)]
             paper = PAPER.get((task, init), ("-", "-"))
             cells = [runs.mean_std([m[column] for m in these]) for column in columns]
-            mass = [runs.mean_std([min(m[f"support_mass_{when}"]) for m in these], 2) for when in ("init", "final")]
+            mass = [runs.mean_std([None if None in m[part] else min(m[part]) for m in these], 2)
+                    for part in ("support_mass_init", "support_mass_final")]
             rows.append([f"{task} {init}", *cells, " -> ".join(mass), *paper])
-    header = ["", "accuracy", "unseen", "mse", "unseen", "seen", "support mass", "paper: acc", "mse"]
+    header = ["", "accuracy", "unseen acc", "mse", "unseen mse", "seen mse", "support mass", "paper: acc", "mse"]
     print(f"\n{args.seeds} seed(s), mean +- standard deviation; support mass: the least layer's, start -> end")
     print(runs.table(header, rows))
 
@@ -182,13 +183,14 @@ def main(argv=None):
             step += 1
             bar.update()
             diverged = not math.isfinite(loss.item())
-            if step % max(1, args.steps // EVALUATIONS) == 0:
+            if step * EVALUATIONS // args.steps > (step - 1) * EVALUATIONS // args.steps:
                 errors = squared_errors(predict(model, ids[probe]), target[probe], seen[probe])
                 masses = support_mass(attention_maps(model, ids[few]), supports)
                 curve.append({"step": step, **errors, "support_mass": masses})
+                diverged = diverged or not math.isfinite(errors["mse_all"])
                 line = "step {step}: mse seen {mse_seen:.4f}, unseen {mse_unseen:.4f}".format(**curve[-1])
                 runs.report(bar, name, line)
-            if runs.interrupted() or step % 500 == 0:  # long runs can be taken up again
+            if not diverged and (runs.interrupted() or step % 500 == 0):  # long runs can be taken up again
                 runs.checkpoint(checkpoint, model, optimizer, batches, step, curve, time.perf_counter() - start)
         bar.close()
         seconds = time.perf_counter() - start

@@ -111,6 +111,23 @@ def test_hard_row_closed_by_causality_is_refused():
         MaskedAttention(4, 1, mask=mask, causal=True)
 
 
+def test_a_trained_or_shortened_hard_mask_is_checked_too():
+    mask = torch.zeros(6, 6)
+    mask[1] = -math.inf
+    with pytest.raises(ValueError, match="without any open entry"):
+        masked_attention(*heads_of(6), mask.requires_grad_())
+    only_last = torch.full((4, 4), -math.inf)
+    only_last[:, 3] = 0
+    with pytest.raises(ValueError, match="without any open entry"):
+        MaskedAttention(4, 1, mask=only_last)(torch.randn(1, 3, 4))
+
+
+def test_finite_masks_stay_finite_in_half_precision():
+    query, key, value = (t.half() for t in heads_of(8))
+    output = masked_attention(query, key, value, torch.full((6, 6), -1e5))
+    assert output.dtype == torch.float16 and output.isfinite().all()
+
+
 def test_hard_mask_removes_a_pair():
     mask = torch.zeros(6, 6)
     mask[2, 4] = -math.inf

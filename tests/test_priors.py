@@ -108,5 +108,12 @@ def test_svd_per_head_supports_and_low_rank():
     assert (maps[0] * torch.eye(15)).sum(-1).mean() < 0.9
 
 
+@pytest.mark.parametrize("method", [qk_init.svd, qk_init.opt])
+def test_heads_wider_than_the_model_and_rows_without_support(method):
+    model = init_weights(Encoder(2, 15, 1, 8, 1, 2, 16), torch.Generator().manual_seed(0))
+    qk_init.apply_layerwise(method, model, sample(8), mask_priors.parity2_literal_support(15, 1, 2))
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
 def test_examples_in_the_docstrings():
     assert doctest.testmod(mask_priors).failed == 0

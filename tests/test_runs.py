@@ -69,7 +69,8 @@ def test_key_depends_on_the_flags_of_the_run_only():
 
 
 def line(seed):
-    return json.dumps({"config": {"lr": 1.0}, "task": "t", "init": "i", "seed": seed})
+    return json.dumps({"config": {"lr": 1.0}, "task": "t", "init": "i", "seed": seed, "metrics": {}, "curve": [],
+                       "diverged": False, "complete": True})
 
 
 def test_results_survive_a_write_that_was_cut_short(tmp_path):
@@ -125,11 +126,22 @@ def test_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     assert [p.name for p in path.parent.iterdir()] == ["a.pt"]
 
 
-def test_broken_checkpoint_is_one_line(tmp_path, capsys):
-    (tmp_path / "a.pt").write_bytes(b"nonsense")
+@pytest.mark.parametrize("content", [b"", b"nonsense", {"optimizer": 1, "model": {}}, [1], torch.zeros(2)], ids=str)
+def test_broken_checkpoint_is_one_line(content, tmp_path, capsys):
+    path = tmp_path / "a.pt"
+    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
     with pytest.raises(SystemExit) as stop:
-        runs.load(tmp_path / "a.pt")
-    assert stop.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1
+        runs.resume(path, Encoder(2, 4, 1, 8, 1, 2), None, None)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and len(error.splitlines()) == 1 and str(path) in error
+
+
+def test_result_lines_that_are_not_whole_are_passed_over(tmp_path):
+    for broken in (b"[]", b"null", b'{"config": {}}', line(1).replace("true", "false").encode(), b"\xff"):
+        with open(tmp_path / "results.jsonl", "ab") as file:
+            file.write(broken + b"\n")
+    runs.append_line(tmp_path / "results.jsonl", line(2))
+    assert [result["seed"] for result in runs.read_results(tmp_path).values()] == [2]
 
 
 def test_auto_device_and_missing_devices(capsys):
@@ -141,9 +153,10 @@ def test_auto_device_and_missing_devices(capsys):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Unix paths")
-@pytest.mark.parametrize("bad", ["/proc/x", "FILE", "FILE/below", "a\0b"])
+@pytest.mark.parametrize("bad", ["/proc/x", "TAKEN", "FILE", "FILE/below", "a\0b"])
 def test_unusable_out(bad, tmp_path, capsys):
     (tmp_path / "FILE").write_text("keep", encoding="utf-8")
+    (tmp_path / "TAKEN" / "results.jsonl").mkdir(parents=True)
     target = bad if bad.startswith("/") else os.path.join(str(tmp_path), bad)
     with pytest.raises(SystemExit) as stop:
         runs.open_out(target)

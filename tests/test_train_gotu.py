@@ -43,7 +43,7 @@ def test_result_lines(tmp_path, capsys):
         assert set(result["versions"]) == {"python", "torch", "numpy", "tinymask"} and "out" not in result["config"]
         assert result["script"] == "gotu" and result["complete"] and not result["diverged"]
         assert result["params"]["mask"] == (2 * 36 if result["init"].startswith("mask") else 0)
-        assert result["curve"][-1]["step"] == result["steps"] == 8
+        assert len(result["curve"]) == 8 and result["curve"][-1]["step"] == result["steps"] == 8
     mass = {r["init"]: min(r["metrics"]["support_mass_init"]) for r in results if r["task"] == "2parity"}
     assert mass["mask"] > 0.98 and mass["default"] < 0.4
     table = capsys.readouterr().out
@@ -86,6 +86,18 @@ def test_divergence_is_recorded(tmp_path, capsys):
     (result,) = tiny(tmp_path, "--tasks", "2parity", "--inits", "default", "--lr", "1e30")
     assert result["diverged"] and result["steps"] < 8 and "diverged at step" in capsys.readouterr().out
     assert lines(tmp_path)[0]["metrics"]["mse_all"] is None
+    assert tiny(tmp_path, "--tasks", "2parity", "--inits", "default", "--lr", "1e30", "--resume") == [result]
+
+
+def test_divergence_in_the_last_step_is_seen(tmp_path):
+    (result,) = tiny(tmp_path, "--tasks", "2parity", "--inits", "default", "--lr", "1e30", "--steps", "1")
+    assert result["diverged"]
+
+
+def test_ctrl_c_in_the_step_that_diverges_hides_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "interrupted", lambda: True)
+    (result,) = tiny(tmp_path, "--tasks", "2parity", "--inits", "default", "--lr", "1e30", "--steps", "1")
+    assert result["diverged"]
 
 
 BAD = [
@@ -93,7 +105,7 @@ BAD = [
     ["--seeds", "0"], ["--seeds", ""], ["--seeds", "-1"], ["--first-seed", "-1"],
     ["--steps", "0"], ["--batch-size", "0"], ["--tasks", "nosuch"], ["--inits", "nosuch"], ["--preset", "huge"],
     ["--device", "tpu"], ["--device", "cuda:9"], ["--dim", "x"], ["--open", "nan"], ["--smoke", "False"],
-    ["--tas", "2parity"],
+    ["--tas", "2parity"], ["--out", ""], ["--open", "1e300"], ["--mask-lr", "1e300"],
     ["--tasks"], ["--bits", "2"], ["--bits", "64"], ["--weight-decay", "-1"], ["--mask-lr", "nan"], ["--heads", "1.5"],
     ["--out", "/dev/null/x"],
 ]

@@ -33,10 +33,10 @@ def masked_attention(query, key, value, mask=None, causal=False, return_attentio
     logits = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])  # (B, H, N, N)
     if mask is not None:
         check_mask(mask, heads=query.shape[1], tokens=query.shape[2])
-        if not mask.requires_grad:  # only a mask that is not trained may be hard
-            check_rows(mask, causal)
-        # logsigmoid, never log(sigmoid(.)): sigmoid(-120) is 0 in float32 and its log -inf
-        logits = logits + F.logsigmoid(mask).to(logits.dtype)
+        check_rows(mask, causal)
+        # logsigmoid, never log(sigmoid(.)): sigmoid(-120) is 0 in float32 and its log -inf.
+        # A float32 mask lifts half precision logits to float32, where no finite M overflows.
+        logits = logits + F.logsigmoid(mask)
     if causal:
         future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
         logits = logits.masked_fill(future, float("-inf"))
@@ -52,7 +52,7 @@ def check_mask(mask, heads, tokens):
             f"a mask holds logits of log sigmoid(M), floating point; got {mask.dtype} "
             "(for a 0/1 support use mask_priors.to_mask, which opens at +10 and closes at -10)"
         )
-    if tuple(mask.shape) not in {(tokens, tokens), (heads, tokens, tokens)}:
+    if tuple(mask.shape) not in ((tokens, tokens), (heads, tokens, tokens)):
         raise ValueError(
             f"mask has shape {tuple(mask.shape)}; wanted {(tokens, tokens)} or {(heads, tokens, tokens)}"
         )
@@ -80,7 +80,7 @@ class MaskedAttention(nn.Module):
     def __init__(self, dim, heads, head_dim=None, mask=None, causal=False, bias=True):
         super().__init__()
         if head_dim is None:
-            if dim % heads:
+            if heads < 1 or dim % heads:
                 raise ValueError(f"dim {dim} is not a multiple of heads {heads}; give head_dim")
             head_dim = dim // heads
         self.heads, self.causal = heads, causal
@@ -94,8 +94,11 @@ class MaskedAttention(nn.Module):
             self.set_mask(mask)
 
     def set_mask(self, mask, learnable=True):
-        """Make a copy of mask, (N, N) or (H, N, N), the parameter M."""
-        check_mask(mask, heads=self.heads, tokens=mask.shape[-1])
+        """Make a copy of mask, (N, N) or (H, N, N), the parameter M.
+
+        Needed before load_state_dict too: a module without a mask has no place for a saved one.
+        """
+        check_mask(mask, heads=self.heads, tokens=mask.shape[-1] if mask.ndim else 0)
         check_rows(mask, self.causal)
         self.mask = nn.Parameter(mask.detach().clone(), requires_grad=learnable)
 

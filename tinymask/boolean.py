@@ -104,6 +104,8 @@ def degrees(bits):
 def minimum_degree_interpolator(values, seen):
     """Values of the exact MDI on the whole cube, from f and the seen part. (2^n,), (2^n,) bool -> (2^n,).
 
+    values: floating point. Dense algebra of size 2^k, where k bits decide what is seen (k <= 12 or so).
+
     "Lowest degree" alone does not pick one function (Majority has many of degree 2), so this is the
     least degree profile (arXiv 2301.13105, definition 3): energy at degree n is made least, then at
     n - 1 among those that are left, and so on. The seen set constrains only a few bits; for every

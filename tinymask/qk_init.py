@@ -12,6 +12,7 @@ functions here take the inputs X that the layer really sees, on a batch of the t
 Shapes: B batch, N tokens, D width, H heads, Dh head width (the paper's d).
 """
 import torch
+import torch.nn.functional as F
 
 
 def position_decoder(x):
@@ -54,6 +55,7 @@ def opt(attention, x, support, steps=500, lr=0.05):
     heads, tokens = attention.heads, x.shape[1]
     decoder = position_decoder(x)  # (D, N)
     target = support.to(decoder).expand(heads, tokens, tokens)
+    target = target + (target.sum(dim=-1, keepdim=True) == 0)  # a row without support: attend to all
     target = target / target.sum(dim=-1, keepdim=True)  # (H, N, N)
     codes = x.double().mean(dim=0)
     codes = codes - codes.mean(dim=0)  # (N, D): what tells one position from another, on average
@@ -90,6 +92,8 @@ def _write(attention, query, key):
     """Set W_Q and W_K, given per head as (H, D, Dh), and their biases to zero."""
     with torch.no_grad():
         for layer, weight in ((attention.query, query), (attention.key, key)):
+            missing = layer.out_features // attention.heads - weight.shape[-1]  # D < Dh: fewer columns
+            weight = F.pad(weight, (0, missing))
             layer.weight.copy_(weight.transpose(1, 2).flatten(0, 1))  # (H * Dh, D)
             if layer.bias is not None:
                 layer.bias.zero_()

@@ -32,6 +32,11 @@ def fail(message, status=2):
     raise SystemExit(status)
 
 
+def first_line(error):
+    """What an exception says, as one line that is never empty."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def whole(low, high=2**31 - 1):
     """argparse type: a whole number in [low, high]."""
 
@@ -55,7 +60,7 @@ def real(low=-math.inf, above=-math.inf):
             value = float(text)
         except ValueError:
             value = math.nan
-        if not (math.isfinite(value) and value >= low and value > above):
+        if not (abs(value) <= 1e30 and value >= low and value > above):  # inside float32
             limits = [f"at least {low:g}"] * (low > -math.inf) + [f"above {above:g}"] * (above > -math.inf)
             raise argparse.ArgumentTypeError(
                 " ".join(["wanted a finite number", *limits]) + f", got {text!r}"
@@ -118,7 +123,7 @@ def pick_device(name):
             raise ValueError("wanted auto, cpu, cuda, cuda:N or mps")
         torch.zeros(1, device=chosen)
     except Exception as error:  # torch raises many kinds here, RuntimeError and AssertionError among them
-        fail(f"--device {name}: {str(error).splitlines()[0]}")
+        fail(f"--device {name}: {first_line(error)}")
     return chosen
 
 
@@ -126,7 +131,11 @@ def open_out(path):
     """Make the folder of --out and write to it, before any training. Returns its Path."""
     folder = Path(path)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if not str(path):
+            raise ValueError("the name is empty")
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        if (folder / "results.jsonl").is_dir():
+            raise ValueError("results.jsonl is a folder")
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"x")
     except (OSError, ValueError) as error:
@@ -184,9 +193,9 @@ def record(folder, args, script, task, init, seed, *, model, device, **fields):
     params = {"total": sum(n for _, n, _ in sizes), "trainable": sum(n for _, n, grad in sizes if grad),
               "mask": sum(n for name, n, _ in sizes if name.split(".")[-1] == "mask")}
     config = {name: value for name, value in vars(args).items() if name != "out"}
-    result = {"script": script, "task": task, "init": init, "seed": seed, "config": config, **fields,
-              "params": params, **machine(device), "complete": True}
-    append_line(folder / "results.jsonl", json.dumps(strict(result), allow_nan=False))
+    result = strict({"script": script, "task": task, "init": init, "seed": seed, "config": config, **fields,
+                     "params": params, **machine(device), "complete": True})
+    append_line(folder / "results.jsonl", json.dumps(result, allow_nan=False))
     return result
 
 
@@ -215,6 +224,8 @@ def read_results(folder):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 result = json.loads(line)
+                if not (result["complete"] and {"metrics", "curve", "diverged"} <= result.keys()):
+                    continue
                 results[run_key(result["config"], result["task"], result["init"], result["seed"])] = result
             except (ValueError, KeyError, TypeError, AttributeError):
                 continue
@@ -225,25 +236,20 @@ def save(path, state):
     """torch.save through a temporary file, so that a crash or a full disk leaves the old file whole."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
-            try:
+        part = path.with_suffix(f".{os.getpid()}.part")
+        try:
+            with open(part, "wb") as file:
                 torch.save(state, file)
-                file.close()
-                os.replace(file.name, path)
-            except BaseException:
-                file.close()
-                os.unlink(file.name)
-                raise
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-        fail(f"{path}: could not be saved ({str(error).splitlines()[0]}); the old file is intact", status=1)
+        fail(f"{path}: could not be saved ({first_line(error)}); an older file there is intact", status=1)
 
 
 def load(path):
     """A checkpoint, on the CPU; it holds only tensors, numbers, strings, lists and dicts."""
-    try:
-        return torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:  # zip, pickle and I/O errors alike
-        fail(f"{path}: not a readable checkpoint ({str(error).splitlines()[0]}); delete it to start this run anew")
+    return torch.load(path, weights_only=True, map_location="cpu")
 
 
 def checkpoint(path, model, optimizer, batches, step, curve, seconds):
@@ -259,13 +265,16 @@ def resume(path, model, optimizer, batches):
     """Put a run back where its checkpoint left it. Returns (step, curve, seconds); zeros without a checkpoint."""
     if not path.exists():
         return 0, [], 0.0
-    state = load(path)
-    if "optimizer" not in state:  # the weights of a finished run whose result line is gone
-        return 0, [], 0.0
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    batches.set_state(state["batches"])
-    return state["step"], state["curve"], state["seconds"]
+    try:
+        state = load(path)
+        if "model" in state and "optimizer" not in state:  # a finished run whose result line is gone
+            return 0, [], 0.0
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        batches.set_state(state["batches"])
+        return state["step"], state["curve"], state["seconds"]
+    except Exception as error:  # zip, pickle, I/O and shape errors alike
+        fail(f"{path}: not a checkpoint of this run ({first_line(error)}); delete it to start the run anew")
 
 
 # -- running and printing ---------------------------------------------------------------------
@@ -289,23 +298,25 @@ def command(main):
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C stops at once
 
     signal.signal(signal.SIGINT, stop)
+    if sys.stdout is not None:
+        sys.stdout.reconfigure(errors="replace")  # a console that lacks a character of --out
     try:
         results = main()
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except BrokenPipeError:  # `| head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
-    raise SystemExit(1 if any(result["diverged"] for result in results) else 0)
+    raise SystemExit(130 if interrupted() else 1 if any(result["diverged"] for result in results) else 0)
 
 
 def report(bar, name, line):
-    """One evaluation: on the bar of a terminal, or as a plain line of its own elsewhere."""
-    if bar.disable:
+    """One evaluation: on the bar of a terminal, and as a plain line where the output is no terminal."""
+    if bar.disable or not sys.stdout.isatty():
         print(f"{name} {line}", flush=True)
-    else:
-        bar.set_postfix_str(line)
+    bar.set_postfix_str(line)
 
 
 def mean_std(values, digits=4):

@@ -109,7 +109,7 @@ def init_weights(model, generator, token_std=1.0, position_std=0.3):
             nn.init.ones_(module.weight)
             nn.init.zeros_(module.bias)
     for name, parameter in model.named_parameters():
-        if name in ("position", "cls"):
+        if name.split(".")[-1] in ("position", "cls"):
             nn.init.normal_(parameter, std=position_std, generator=generator)
     return model
 
