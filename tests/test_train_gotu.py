@@ -177,3 +177,16 @@ def test_the_claim_on_2parity(tmp_path):
     """The default command's recipe: the mask gets the unseen part right, the default gets it wrong."""
     default, mask = train_gotu.main(["--tasks", "2parity", "--inits", "default", "mask", "--out", str(tmp_path)])
     assert mask["metrics"]["acc_all"] == 1.0 and default["metrics"]["acc_all"] == 0.75
+
+
+def test_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    tiny(tmp_path, "--seeds", "2", "--plot")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_without_matplotlib_names_the_extra(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit) as stop:
+        tiny(tmp_path / "new", "--plot")
+    assert stop.value.code == 2 and "tinymask[plot]" in capsys.readouterr().err and not (tmp_path / "new").exists()

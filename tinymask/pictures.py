@@ -29,17 +29,19 @@ def curves(results, tasks, inits, path):
     figure, axes = plt.subplots(2, len(tasks), figsize=(4.5 * len(tasks), 6), sharex=True, squeeze=False)
     for column, task in enumerate(tasks):
         for init in inits:
-            runs = [r["curve"] for r in results if (r["task"], r["init"], r["diverged"]) == (task, init, False)]
+            runs = [r for r in results if (r["task"], r["init"], r["diverged"]) == (task, init, False)]
             if not runs:
                 continue
-            steps = [point["step"] for point in runs[0]]
-            for ax, read in ((axes[0, column], lambda point: point["mse_unseen"]),
-                             (axes[1, column], lambda point: point["support_mass"][-1])):
-                mean, spread = _mean_std([[read(point) for point in curve] for curve in runs])
-                ax.plot(steps, mean, color=COLOURS[init], label=init)
-                ax.fill_between(steps, mean - spread, mean + spread, color=COLOURS[init], alpha=0.15, linewidth=0)
+            steps = [point["step"] for point in runs[0]["curve"]]
+            errors = [[point["mse_unseen"] for point in r["curve"]] for r in runs]
+            masses = [[r["metrics"]["support_mass_init"][-1]] + [point["support_mass"][-1] for point in r["curve"]]
+                      for r in runs]
+            for ax, x, rows in ((axes[0, column], steps, errors), (axes[1, column], [0, *steps], masses)):
+                mean, spread = _mean_std(rows)
+                ax.plot(x, mean, color=COLOURS[init], label=init)
+                ax.fill_between(x, mean - spread, mean + spread, color=COLOURS[init], alpha=0.15, linewidth=0)
         axes[0, column].set(title=task, ylim=(0, None))
-        axes[1, column].set(xlabel="step", ylim=(0, 1.03))
+        axes[1, column].set(xlabel="step", ylim=(0, 1.03), xlim=(0, None))
     axes[0, 0].set_ylabel("mean squared error, unseen part")
     axes[1, 0].set_ylabel("attention on the support, last layer")
     axes[0, -1].legend(frameon=False)

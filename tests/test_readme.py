@@ -1,0 +1,94 @@
+"""The README's figures are those of results/*.jsonl, and its commands are the ones that CI runs.
+
+`PYTHONPATH=. python tests/test_readme.py` prints the rows, to be pasted after a new reference run.
+"""
+import json
+import re
+import statistics
+from pathlib import Path
+
+import pytest
+
+import train_gotu
+from tinymask import runs
+
+pytestmark = pytest.mark.gotu
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def gotu_lines():
+    text = (ROOT / "results" / "gotu.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def spread(values, digits, scale=1.0):
+    values = [scale * value for value in values]
+    return f"{statistics.fmean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
+
+
+def gotu_rows():
+    rows = []
+    for task in train_gotu.TASKS:
+        for init in train_gotu.INITS:
+            these = [r for r in gotu_lines() if (r["task"], r["init"]) == (task, init)]
+            metrics = [r["metrics"] for r in these]
+            accuracy, mse = train_gotu.PAPER.get((task, init), (None, None))
+            paper = f"{100 * accuracy:.2f} %, {mse:g}" if accuracy else "-"
+            right = sum(m["acc_unseen"] > 0.99 for m in metrics)
+            start, end = ([statistics.fmean(m[f"support_mass_{when}"][layer] for m in metrics) for layer in (0, 1)]
+                          for when in ("init", "final"))
+            mass = ", ".join(f"{a:.2f} → {b:.2f}" for a, b in zip(start, end))
+            cells = [task, f"`{init}`", paper, spread([m["acc_all"] for m in metrics], 2, 100) + " %",
+                     spread([m["acc_unseen"] for m in metrics], 2, 100) + " %", f"{right} of {len(these)}",
+                     spread([m["mse_all"] for m in metrics], 4), spread([m["mse_seen"] for m in metrics], 4), mass]
+            rows.append("| " + " | ".join(cells) + " |")
+    return rows
+
+
+def gotu_facts():
+    """Figures in the README's prose, each as the text that must stand there."""
+    lines = gotu_lines()
+    mask = {task: [r["metrics"] for r in lines if (r["task"], r["init"]) == (task, "mask")]
+            for task in train_gotu.TASKS}
+    drift = [m["mask_drift"] for task in mask for m in mask[task]]
+    return [
+        f"{max(m['mse_all'] for m in mask['2parity']):.4f} on 2Parity and "
+        f"{max(m['mse_all'] for m in mask['majority']):.4f} on Majority",
+        f"{statistics.fmean(r['seconds'] for r in lines):.0f} seconds a run",
+        f"{max(r['peak_rss_mb'] for r in lines):.0f} MB",
+        f"by {statistics.fmean(drift):.3f} on average",
+    ]
+
+
+def test_gotu_rows_and_facts_stand_in_the_readme():
+    missing = [text for text in gotu_rows() + gotu_facts() if text not in README]
+    assert not missing, "\n".join(missing)
+
+
+def test_reference_runs_are_ten_seeds_of_the_default_settings():
+    lines = gotu_lines()
+    cells = {(r["task"], r["init"], r["seed"]) for r in lines}
+    assert len(lines) == len(cells) == len(train_gotu.TASKS) * len(train_gotu.INITS) * 10
+    defaults = train_gotu.PRESETS["small"]
+    for result in lines:
+        assert {name: result["config"][name] for name in defaults} == defaults
+        assert result["complete"] and not result["diverged"] and result["steps"] == defaults["steps"]
+        assert result["script"] == "gotu" and 0 <= result["seed"] < 10
+        assert runs.run_key(result["config"], "x")  # the config is whole
+
+
+def test_every_flag_in_the_readme_exists():
+    known = set(train_gotu.parser()._option_string_actions)
+    commands = re.findall(r"python train_gotu\.py[^\n`|]*", README)
+    assert commands
+    for command in commands:
+        assert set(re.findall(r"--[a-z-]+", command)) <= known, command
+
+
+def test_the_readme_s_test_command_is_what_ci_runs():
+    assert "python -m pytest" in README and "python -m pytest" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+if __name__ == "__main__":
+    print("\n".join(gotu_rows() + gotu_facts()))
