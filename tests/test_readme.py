@@ -17,8 +17,8 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def gotu_lines():
-    text = (ROOT / "results" / "gotu.jsonl").read_text(encoding="utf-8")
+def gotu_lines(name="gotu.jsonl"):
+    text = (ROOT / "results" / name).read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]
 
 
@@ -48,7 +48,7 @@ def gotu_rows():
 
 def gotu_facts():
     """Figures in the README's prose, each as the text that must stand there."""
-    lines = gotu_lines()
+    lines, default = gotu_lines(), gotu_lines("gotu-default.jsonl")
     mask = {task: [r["metrics"] for r in lines if (r["task"], r["init"]) == (task, "mask")]
             for task in train_gotu.TASKS}
     drift = [m["mask_drift"] for task in mask for m in mask[task]]
@@ -58,12 +58,22 @@ def gotu_facts():
         f"{statistics.fmean(r['seconds'] for r in lines):.0f} seconds a run",
         f"{max(r['peak_rss_mb'] for r in lines):.0f} MB",
         f"by {statistics.fmean(drift):.3f} on average",
+        f"{sum(r['seconds'] for r in default) / 60:.1f} minutes of training on two cores and "
+        f"{max(r['peak_rss_mb'] for r in default):.0f} MB",
     ]
 
 
 def test_gotu_rows_and_facts_stand_in_the_readme():
     missing = [text for text in gotu_rows() + gotu_facts() if text not in README]
     assert not missing, "\n".join(missing)
+
+
+def test_quick_start_shows_lines_of_the_default_command(capsys):
+    args = runs.parse(train_gotu.parser(), [], train_gotu.PRESETS, {})
+    train_gotu.print_table(args, gotu_lines("gotu-default.jsonl"))
+    printed = capsys.readouterr().out.splitlines()
+    quoted = [line[4:] for line in README.splitlines() if line.startswith("    2parity ") or "unseen acc " in line]
+    assert len(quoted) == 3 and all(line in printed for line in quoted)
 
 
 def test_reference_runs_are_ten_seeds_of_the_default_settings():
