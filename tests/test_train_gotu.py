@@ -139,6 +139,7 @@ def test_as_a_process_from_another_directory(tmp_path):
 def test_help_and_exit_status(tmp_path):
     help_text = process("--help")
     assert help_text.returncode == 0 and "--position-std" in help_text.stdout
+    assert "preset small: steps 800" in help_text.stdout
     assert process("--tasks", "nosuch").returncode == 2
     diverged = process(*TINY, "--tasks", "2parity", "--inits", "default", "--lr", "1e30", "--out", str(tmp_path))
     assert diverged.returncode == 1
@@ -155,6 +156,14 @@ def test_ctrl_c_saves_and_leaves_with_130(tmp_path):
         _, error = running.communicate(timeout=60)
     assert running.returncode == 130 and "--resume" in error and "Traceback" not in error
     assert len(list((tmp_path / "checkpoints").glob("*.pt"))) == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_standard_output_is_one_line(tmp_path):
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        done = subprocess.run([sys.executable, str(ROOT / "train_gotu.py"), *TINY, "--out", str(tmp_path)],
+                              stdout=full, stderr=subprocess.PIPE, encoding="utf-8")
+    assert done.returncode == 1 and "Traceback" not in done.stderr and "No space left" in done.stderr
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX pipes")
@@ -176,7 +185,7 @@ def test_paper_preset_builds():
 def test_the_claim_on_2parity(tmp_path):
     """The default command's recipe: the mask gets the unseen part right, the default gets it wrong."""
     default, mask = train_gotu.main(["--tasks", "2parity", "--inits", "default", "mask", "--out", str(tmp_path)])
-    assert mask["metrics"]["acc_all"] == 1.0 and default["metrics"]["acc_all"] == 0.75
+    assert mask["metrics"]["acc_all"] > 0.999 and default["metrics"]["acc_all"] == 0.75
 
 
 def test_plot(tmp_path):

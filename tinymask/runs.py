@@ -74,6 +74,8 @@ def parser(script, description, tasks, inits, presets):
     """The command line that all scripts share. presets: name -> {flag: default}; the script adds its own flags."""
     flags = argparse.ArgumentParser(
         prog=script, description=description, allow_abbrev=False,
+        epilog="\n".join(f"preset {name}: " + ", ".join(f"{flag} {value}" for flag, value in preset.items())
+                         for name, preset in presets.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     flags.error = fail  # one line, without the usage
@@ -309,6 +311,9 @@ def command(main):
     except BrokenPipeError:  # `| head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
+    except OSError as error:  # a full disk behind standard output
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        fail(first_line(error), status=1)
     raise SystemExit(130 if interrupted() else 1 if any(result["diverged"] for result in results) else 0)
 
 
