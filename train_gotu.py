@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from tinymask import boolean, mask_priors, pictures, qk_init, runs
-from tinymask.transformer import Encoder, init_weights, masks, parameter_groups
+from tinymask.transformer import Encoder, init_weights, masks, parameter_counts, parameter_groups
 
 TASKS = list(mask_priors.BOOLEAN)
 INITS = ["default", "svd", "opt", "mask", "mask-literal"]
@@ -198,7 +198,8 @@ def main(argv=None):
         # evaluation: the whole cube
         metrics = evaluate(task, model, ids, target, seen, supports, few, first_maps, first_masks)
         results.append(runs.record(out, args, "gotu", task, init, seed, metrics=metrics, curve=curve,
-                                   steps=step, seconds=seconds, model=model, device=device, diverged=diverged))
+                                   steps=step, seconds=seconds, params=parameter_counts(model), device=device,
+                                   diverged=diverged))
         if diverged:
             print(f"{name}: diverged at step {step}")
         runs.save(checkpoint, {"model": model.state_dict(), "step": step})

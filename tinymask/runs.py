@@ -189,14 +189,11 @@ def machine(device):
     return {"peak_rss_mb": peak, "threads": torch.get_num_threads(), "versions": versions, "device": str(device)}
 
 
-def record(folder, args, script, task, init, seed, *, model, device, **fields):
+def record(folder, args, script, task, init, seed, *, device, **fields):
     """Make the result line of a finished run and append it to folder/results.jsonl. Returns it."""
-    sizes = [(name, p.numel(), p.requires_grad) for name, p in model.named_parameters()]
-    params = {"total": sum(n for _, n, _ in sizes), "trainable": sum(n for _, n, grad in sizes if grad),
-              "mask": sum(n for name, n, _ in sizes if name.split(".")[-1] == "mask")}
     config = {name: value for name, value in vars(args).items() if name != "out"}
     result = strict({"script": script, "task": task, "init": init, "seed": seed, "config": config, **fields,
-                     "params": params, **machine(device), "complete": True})
+                     **machine(device), "complete": True})
     append_line(folder / "results.jsonl", json.dumps(result, allow_nan=False))
     return result
 

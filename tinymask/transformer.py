@@ -119,6 +119,16 @@ def masks(model):
     return {name: p for name, p in model.named_parameters() if name.split(".")[-1] == "mask"}
 
 
+def parameter_counts(model):
+    """How many numbers the model has, how many of them are trained, and how many are masks."""
+    parameters = list(model.parameters())
+    return {
+        "total": sum(p.numel() for p in parameters),
+        "trainable": sum(p.numel() for p in parameters if p.requires_grad),
+        "mask": sum(mask.numel() for mask in masks(model).values()),
+    }
+
+
 def parameter_groups(model, lr, mask_lr, weight_decay):
     """Two optimiser groups, complete and disjoint: the masks, never decayed, and all the rest.
 
