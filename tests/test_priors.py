@@ -23,7 +23,8 @@ def sample(seed, size=256):
 
 def masses(model, supports):
     _, maps = model(sample(99), return_attention=True)
-    return [(a * s).sum(-1)[:, :, s.amin(-1) == 0].mean().item() for a, s in zip(maps, supports)]
+    supports = [s.expand(a.shape[1:]) for a, s in zip(maps, supports)]
+    return [(a * s).sum(-1)[:, s.amin(-1) == 0].mean().item() for a, s in zip(maps, supports)]
 
 
 def test_supports_by_hand():
@@ -52,6 +53,35 @@ def test_to_mask_values_and_their_logits():
     assert mask.dtype == torch.float32 and mask[0].tolist() == [3.0, -8.0, -8.0]
     bias = F.logsigmoid(mask_priors.to_mask(torch.eye(2)))
     assert bias[0].tolist() == pytest.approx([-4.54e-5, -10.0000454], rel=1e-3)
+
+
+def test_cyclic3_and_threesym_supports_by_hand():
+    assert mask_priors.cyclic3_support(4, 1, 3)[0].tolist() == [[0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [1, 0, 0, 0]]
+
+
+def test_shuffled_keeps_the_sparsity_of_each_row():
+    support = mask_priors.majority3_support(15, 1, 3)[0].repeat(3, 1, 1)
+    other = mask_priors.shuffled(support, torch.Generator().manual_seed(0))
+    assert torch.equal(other.sum(-1), support.sum(-1)) and set(other.unique().tolist()) == {0.0, 1.0}
+    assert not torch.equal(other, support) and not torch.equal(other[0], other[1])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_imperfect_counts_its_mistakes(seed):
+    def changed(support, missing, wrong):
+        other = mask_priors.imperfect(support, missing, wrong, torch.Generator().manual_seed(seed))
+        off = ~torch.eye(15, dtype=torch.bool)
+        assert (other.amax(-1) == 1).all()  # no row is left with nothing
+        return ((support - other)[..., off] > 0).sum().item(), ((other - support)[..., off] > 0).sum().item()
+
+    parity, majority = mask_priors.parity2_support(15, 1, 3)[0], mask_priors.majority3_support(15, 1, 3)[0]
+    assert changed(parity, 1, 0) == (1, 0) and changed(parity, 2, 3) == (2, 3) and changed(majority, 0, 1) == (0, 1)
+    assert changed(majority, 5, 0) == (5, 0) and changed(majority, 0, 0) == (0, 0)
+    with pytest.raises(ValueError, match="2 pairs"):
+        changed(parity, 3, 0)
+    wrong = mask_priors.imperfect(parity, 0, 3, torch.Generator().manual_seed(seed)) - parity
+    assert wrong[2:].abs().sum() == 0 and wrong.sum() == 3  # they start where the prior has links
+    assert torch.equal(mask_priors.imperfect(torch.eye(15), 1, 1, None), torch.eye(15))
 
 
 def test_with_cls_by_hand():

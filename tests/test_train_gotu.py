@@ -33,7 +33,8 @@ def process(*arguments, **options):
 
 def test_result_lines(tmp_path, capsys):
     results = tiny(tmp_path, "--inits", *train_gotu.INITS)
-    assert lines(tmp_path) == json.loads(json.dumps(results)) and len(results) == 10
+    assert lines(tmp_path) == json.loads(json.dumps(results))
+    assert len(results) == len(train_gotu.TASKS) * len(train_gotu.INITS) == 52
     for result in results:
         assert set(result) == {"script", "task", "init", "seed", "config", "metrics", "curve", "steps", "seconds",
                                "peak_rss_mb", "params", "threads", "versions", "device", "diverged", "complete"}
@@ -42,7 +43,9 @@ def test_result_lines(tmp_path, capsys):
             "support_mass_final", "attention_shift", "mask_drift"}
         assert set(result["versions"]) == {"python", "torch", "numpy", "tinymask"} and "out" not in result["config"]
         assert result["script"] == "gotu" and result["complete"] and not result["diverged"]
-        assert result["params"]["mask"] == (2 * 36 if result["init"].startswith("mask") else 0)
+        per_head = 2 if result["task"] == "threesym" else 0  # ThreeSym's first layer has a mask for each head
+        masked = result["init"].startswith(("mask", "bias"))
+        assert result["params"]["mask"] == ((2 + per_head) * 36 if masked else 0)
         assert len(result["curve"]) == 8 and result["curve"][-1]["step"] == result["steps"] == 8
     mass = {r["init"]: min(r["metrics"]["support_mass_init"]) for r in results if r["task"] == "2parity"}
     assert mass["mask"] > 0.98 and mass["default"] < 0.4
@@ -107,7 +110,8 @@ BAD = [
     ["--device", "tpu"], ["--device", "cuda:9"], ["--dim", "x"], ["--open", "nan"], ["--smoke", "False"],
     ["--tas", "2parity"], ["--out", ""], ["--open", "1e300"], ["--mask-lr", "1e300"],
     ["--tasks"], ["--bits", "2"], ["--bits", "64"], ["--weight-decay", "-1"], ["--mask-lr", "nan"], ["--heads", "1.5"],
-    ["--out", "/dev/null/x"],
+    ["--out", "/dev/null/x"], ["--missing-links", "99"], ["--wrong-links", "300"], ["--missing-links", "-1"],
+    ["--optimizer", "lion"], ["--mask-weight-decay", "-1"], ["--mask-weight-decay", "nan"],
 ]
 
 
@@ -199,3 +203,80 @@ def test_plot_without_matplotlib_names_the_extra(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         tiny(tmp_path / "new", "--plot")
     assert stop.value.code == 2 and "tinymask[plot]" in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
+def built(init, task="2parity", *flags):
+    args = train_gotu.settings([*TINY, *flags], task)
+    ids = boolean.to_tokens(boolean.cube(6))
+    return train_gotu.build(args, task, init, 0, ids)
+
+
+def bias_of(model, layer=0):
+    """What is added to the logits, from what the model does: its attention with W_Q = 0."""
+    attention = model.transformer.blocks[layer].attention
+    with torch.no_grad():
+        attention.query.weight.zero_()
+        _, weights = attention(torch.zeros(1, 6, 12), return_attention=True)
+    return weights[0, 0].log()
+
+
+def test_controls_say_what_they_change():
+    supports = built("mask")[1]
+    expected = bias_of(built("mask")[0])
+    assert expected[0, 1] > -0.2 and expected[0, 0] == pytest.approx(-6, abs=0.2)
+    for init in ("mask-frozen", "bias"):  # the same attention at the start
+        torch.testing.assert_close(bias_of(built(init)[0]), expected)
+    uniform = torch.full((6, 6), 1 / 6).log()
+    torch.testing.assert_close(bias_of(built("mask-zero")[0]), uniform)
+    torch.testing.assert_close(bias_of(built("default")[0]), uniform)
+    hard = bias_of(built("mask-hard")[0])
+    assert torch.equal(hard == 0, supports[0] == 1) and torch.equal(hard.isneginf(), supports[0] == 0)
+    model, shuffled = built("mask-shuffled")
+    assert not torch.equal(shuffled[0], supports[0]) and torch.equal(bias_of(model) > -1, shuffled[0] == 1)
+    trained = {init: [name for name, p in built(init)[0].named_parameters() if p.requires_grad and "mask" in name]
+               for init in ("mask", "mask-zero", "bias", "mask-frozen", "mask-hard")}
+    assert [len(names) for names in trained.values()] == [2, 2, 2, 0, 0]
+
+
+def test_bias_is_learnt_without_the_sigmoid():
+    """d logits / d parameter is 1 for the bias, sigmoid(-m) for the mask (Theorem 1)."""
+    gradients = []
+    for init in ("mask", "bias"):
+        model, _ = built(init)
+        model(boolean.to_tokens(boolean.cube(6))).sum().backward()
+        gradients.append(model.transformer.blocks[1].attention.mask.grad)
+    start = built("mask")[0].transformer.blocks[1].attention.mask
+    torch.testing.assert_close(gradients[0], gradients[1] * torch.sigmoid(-start), rtol=1e-3, atol=1e-9)
+
+
+def test_frozen_query_key_priors_do_not_move(tmp_path):
+    for init in ("svd-frozen", "opt-frozen"):
+        states = []
+        for steps in ("2", "8"):
+            tiny(tmp_path / steps, "--tasks", "2parity", "--inits", init, "--lr", "0.1", "--steps", steps)
+            (checkpoint,) = (tmp_path / steps / "checkpoints").glob(f"2parity-{init}-*")
+            states.append(runs.load(checkpoint)["model"])
+        same = {name for name in states[0] if torch.equal(states[0][name], states[1][name])}
+        assert same == {name for name in states[0] if "query" in name or "key" in name}
+
+
+@pytest.mark.parametrize("task", train_gotu.TASKS)
+def test_mask_only_has_no_position_codes_and_hides_single_bits(task, tmp_path):
+    """Without position codes a prior of this kind cannot tell the three bits of ThreeSym apart one by one."""
+    model, supports = built("mask-only", task, "--bits", "15")
+    assert model.position.abs().sum() == 0 and not model.position.requires_grad
+    x = boolean.cube(15)
+    with torch.no_grad():
+        output = model.double()(boolean.to_tokens(x[:4096]))[:, 0]  # bits 12, 13, 14 stay +1
+    coefficients = boolean.fourier_coefficients(output)
+    if task == "threesym":
+        assert coefficients[[1, 2, 4]].std() < 1e-6 and coefficients[[3, 5, 6]].std() > 1e-5
+        assert coefficients[7].abs() < 1e-6  # no row sees all three
+
+
+def test_sgd_and_mask_weight_decay(tmp_path):
+    sgd, adam = (tiny(tmp_path, "--tasks", "2parity", "--inits", "mask", "--optimizer", name)[0]
+                 for name in ("sgd", "adam"))
+    assert sgd["metrics"] != adam["metrics"] and sgd["metrics"]["mask_drift"] < adam["metrics"]["mask_drift"]
+    (decayed,) = tiny(tmp_path, "--tasks", "2parity", "--inits", "mask", "--mask-weight-decay", "0.1")
+    assert decayed["metrics"]["mask_drift"] > 2 * adam["metrics"]["mask_drift"]

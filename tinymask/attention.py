@@ -16,12 +16,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 
-def masked_attention(query, key, value, mask=None, causal=False, return_attention=False):
+def masked_attention(query, key, value, mask=None, causal=False, return_attention=False, squash=True):
     """Softmax attention with the bias log sigmoid(mask) on its logits, written out.
 
     query, key, value: (B, H, N, Dh). mask: (N, N) or (H, N, N), floating point, any real number;
     it is a logit, not a probability, and a boolean mask is refused. Entry -inf removes a pair for
     good (a hard mask); a row must keep one finite entry. causal: row i sees columns 0..i only.
+    squash=False adds mask itself, a plain bias, for comparison.
     Returns (B, H, N, Dh), and with return_attention also the weights (B, H, N, N), rows summing
     to 1. Raises ValueError for a mask of the wrong shape or kind, or with a row wholly at -inf.
 
@@ -36,7 +37,7 @@ def masked_attention(query, key, value, mask=None, causal=False, return_attentio
         check_rows(mask, causal)
         # logsigmoid, never log(sigmoid(.)): sigmoid(-120) is 0 in float32 and its log -inf.
         # A float32 mask lifts half precision logits to float32, where no finite M overflows.
-        logits = logits + F.logsigmoid(mask)
+        logits = logits + (F.logsigmoid(mask) if squash else mask)
     if causal:
         future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
         logits = logits.masked_fill(future, float("-inf"))
@@ -89,18 +90,20 @@ class MaskedAttention(nn.Module):
         self.key = nn.Linear(dim, heads * head_dim, bias=bias)
         self.value = nn.Linear(dim, heads * head_dim, bias=bias)
         self.out = nn.Linear(heads * head_dim, dim, bias=bias)
+        self.squash = True
         self.register_parameter("mask", None)
         if mask is not None:
             self.set_mask(mask)
 
-    def set_mask(self, mask, learnable=True):
-        """Make a copy of mask, (N, N) or (H, N, N), the parameter M.
+    def set_mask(self, mask, learnable=True, squash=True):
+        """Make a copy of mask, (N, N) or (H, N, N), the parameter M; squash as in `masked_attention`.
 
         Needed before load_state_dict too: a module without a mask has no place for a saved one.
         """
         check_mask(mask, heads=self.heads, tokens=mask.shape[-1] if mask.ndim else 0)
         check_rows(mask, self.causal)
         self.mask = nn.Parameter(mask.detach().clone(), requires_grad=learnable)
+        self.squash = squash
 
     def forward(self, x, return_attention=False):  # (B, N, D)
         tokens = x.shape[1]
@@ -109,6 +112,6 @@ class MaskedAttention(nn.Module):
             projection(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, N, Dh)
             for projection in (self.query, self.key, self.value)
         )
-        output, attention = masked_attention(*heads, mask, self.causal, return_attention=True)
+        output, attention = masked_attention(*heads, mask, self.causal, return_attention=True, squash=self.squash)
         output = self.out(output.transpose(1, 2).flatten(2))  # (B, N, D)
         return (output, attention) if return_attention else output

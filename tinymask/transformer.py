@@ -129,8 +129,8 @@ def parameter_counts(model):
     }
 
 
-def parameter_groups(model, lr, mask_lr, weight_decay):
-    """Two optimiser groups, complete and disjoint: the masks, never decayed, and all the rest.
+def parameter_groups(model, lr, mask_lr, weight_decay, mask_weight_decay=0.0):
+    """Two optimiser groups, complete and disjoint: the masks, by default not decayed, and all the rest.
 
     Decay would pull M to 0, that is to no prior. Frozen parameters are in neither group. Each group
     keeps its peak rate, which a schedule multiplies.
@@ -139,5 +139,5 @@ def parameter_groups(model, lr, mask_lr, weight_decay):
     others = [p for name, p in model.named_parameters() if name not in of_masks]
     return [
         {"params": [p for p in params if p.requires_grad], "lr": rate, "peak": rate, "weight_decay": decay}
-        for params, rate, decay in ((others, lr, weight_decay), (of_masks.values(), mask_lr, 0.0))
+        for params, rate, decay in ((others, lr, weight_decay), (of_masks.values(), mask_lr, mask_weight_decay))
     ]
