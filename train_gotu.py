@@ -113,11 +113,10 @@ def prior(args, task, init, seed):
     return supports
 
 
-def build(args, task, init, seed, sample):
+def build(args, task, init, seed):
     """The model of one run with its prior in place, and the supports, one for each layer.
 
-    Every init of a seed starts from the same weights, apart from what it sets. sample: (B, n) token
-    ids of seen points, on which the query-key inits solve.
+    Every init of a seed starts from the same weights, apart from what it sets.
     """
     model = Encoder(2, args.bits, 1, args.dim, args.depth, args.heads, args.head_dim, pooling=args.pooling,
                     bias=args.preset != "paper")  # the GOTU code has no biases in its projections
@@ -125,8 +124,10 @@ def build(args, task, init, seed, sample):
     if init == "mask-only":  # the mask is what tells the tokens apart
         torch.nn.init.zeros_(model.position).requires_grad_(False)
     supports = prior(args, task, init, seed)
-    if init.startswith(("svd", "opt")):
-        qk_init.apply_layerwise(getattr(qk_init, init[:3]), model, sample, supports)
+    if init.startswith(("svd", "opt")):  # solved on seen points
+        points, _, seen = boolean.load_task(task, args.bits)
+        sample = seen.nonzero()[:, 0][torch.randperm(seen.sum(), generator=runs.generator(seed, "sample"))[:256]]
+        qk_init.apply_layerwise(getattr(qk_init, init[:3]), model, boolean.to_tokens(points[sample]), supports)
     for block, support in zip(model.transformer.blocks, supports):
         attention, mask = block.attention, mask_priors.to_mask(support, args.open, args.closed)
         if init == "mask-zero":
@@ -183,6 +184,30 @@ def print_table(args, results):
     print(runs.table(header, rows))
 
 
+def plot(argv, args, results, out):
+    """Figures: the curves; for each task, attention before and after training, first seed; the initial masks."""
+    pictures.curves(results, args.tasks, args.inits, out / "curves.png")
+    columns = [f"layer {layer + 1}, {when}" for layer in range(args.depth) for when in ("start", "end")]
+    for task in args.tasks:
+        ids = boolean.to_tokens(boolean.cube(args.bits)[:PROBE])
+        images, masks_of_task = [], []
+        for init in args.inits:
+            flags = settings(argv, task)
+            model, _ = build(flags, task, init, args.first_seed)
+            first = attention_maps(model, ids)
+            masks_of_task += [(init, layer, p.detach().sigmoid().expand(args.heads, -1, -1))
+                              for layer, p in enumerate(masks(model).values()) if init != "bias"]
+            key = runs.run_key(vars(flags), task, init, args.first_seed)
+            model.load_state_dict(runs.load(out / "checkpoints" / f"{key}.pt")["model"])
+            last = attention_maps(model, ids)
+            images += [maps.mean(dim=(0, 1)) for pair in zip(first, last) for maps in pair]
+        pictures.grid(args.inits, columns, images, out / f"attention-{task}.png")
+        if masks_of_task:
+            rows = [f"{init}, layer {layer + 1}" for init, layer, _ in masks_of_task]
+            heads = [f"{task}, head {head + 1}" for head in range(args.heads)]
+            pictures.grid(rows, heads, [mask for *_, mask in masks_of_task for mask in mask], out / f"masks-{task}.png")
+
+
 def main(argv=None):
     args = settings(argv, None)
     if args.plot:
@@ -213,8 +238,7 @@ def main(argv=None):
         print(f"{name}: n = {args.bits}, {len(seen_points)} points seen, {len(points) - len(seen_points)} unseen")
 
         # model and prior
-        sample = seen_points[torch.randperm(len(seen_points), generator=runs.generator(seed, "sample"))[:256]]
-        model, supports = build(args, task, init, seed, boolean.to_tokens(points[sample]))
+        model, supports = build(args, task, init, seed)
         model.to(device)
         first_maps = attention_maps(model, ids[few])
         first_masks = {name: mask.detach().cpu().clone() for name, mask in masks(model).items()}
@@ -264,7 +288,7 @@ def main(argv=None):
 
     print_table(args, results)
     if args.plot:
-        pictures.curves(results, args.tasks, args.inits, out / "curves.png")
+        plot(argv, args, results, out)
     return results
 
 

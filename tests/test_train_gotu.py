@@ -56,9 +56,8 @@ def test_result_lines(tmp_path, capsys):
 def test_a_run_is_repeatable_bit_for_bit_and_inits_share_weights_and_batches(tmp_path):
     first, again = (tiny(tmp_path / name, "--tasks", "2parity") for name in "ab")
     assert [r["metrics"] for r in first] == [r["metrics"] for r in again]
-    args = runs.parse(train_gotu.parser(), TINY, train_gotu.PRESETS, train_gotu.SMOKE)
-    ids = boolean.to_tokens(boolean.cube(6))
-    states = [train_gotu.build(args, "2parity", init, 3, ids)[0].state_dict() for init in ("default", "svd", "mask")]
+    args = train_gotu.settings(TINY, "2parity")
+    states = [train_gotu.build(args, "2parity", init, 3)[0].state_dict() for init in ("default", "svd", "mask")]
     for name in states[0]:
         if "query" not in name and "key" not in name:
             assert torch.equal(states[0][name], states[1][name])
@@ -178,8 +177,7 @@ def test_a_closed_pipe_is_quiet(tmp_path):
 
 
 def test_paper_preset_builds():
-    args = runs.parse(train_gotu.parser(), ["--preset", "paper"], train_gotu.PRESETS, {})
-    model, supports = train_gotu.build(args, "2parity", "mask", 0, None)
+    model, supports = train_gotu.build(train_gotu.settings(["--preset", "paper"], "2parity"), "2parity", "mask", 0)
     attention = model.transformer.blocks[3].attention
     assert len(supports) == 4 and attention.mask.shape == (16, 16) and attention.query.bias is None
     assert attention.query.weight.shape == (192, 256) and model.cls is not None
@@ -194,8 +192,12 @@ def test_the_claim_on_2parity(tmp_path):
 
 def test_plot(tmp_path):
     pytest.importorskip("matplotlib")
-    tiny(tmp_path, "--seeds", "2", "--plot")
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    tiny(tmp_path, "--tasks", "majority", "threesym", "--seeds", "2", "--plot")
+    tiny(tmp_path, "--tasks", "majority", "threesym", "--seeds", "2", "--plot", "--resume")
+    pictures = {f"{name}.png" for name in ("curves", "attention-majority", "attention-threesym", "masks-majority",
+                                           "masks-threesym")}
+    assert {path.name for path in tmp_path.glob("*.png")} == pictures
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
 
 
 def test_plot_without_matplotlib_names_the_extra(tmp_path, monkeypatch, capsys):
@@ -206,9 +208,7 @@ def test_plot_without_matplotlib_names_the_extra(tmp_path, monkeypatch, capsys):
 
 
 def built(init, task="2parity", *flags):
-    args = train_gotu.settings([*TINY, *flags], task)
-    ids = boolean.to_tokens(boolean.cube(6))
-    return train_gotu.build(args, task, init, 0, ids)
+    return train_gotu.build(train_gotu.settings([*TINY, *flags], task), task, init, 0)
 
 
 def bias_of(model, layer=0):

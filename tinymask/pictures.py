@@ -4,7 +4,13 @@ One colour for one init, in every figure of the project.
 """
 from tinymask.runs import fail
 
-COLOURS = {"default": "#777777", "svd": "#1f77b4", "opt": "#2ca02c", "mask": "#d62728", "mask-literal": "#e6a13c"}
+COLOURS = {
+    "default": "#777777", "svd": "#1f77b4", "opt": "#2ca02c", "mask": "#d62728",
+    "mask-only": "#7b1fa2", "mask-literal": "#e6a13c",
+    # controls
+    "mask-zero": "#bdbdbd", "mask-frozen": "#ff8a80", "mask-hard": "#5d1010", "mask-shuffled": "#8d6e63",
+    "bias": "#f06292", "svd-frozen": "#80b1d3", "opt-frozen": "#98df8a",
+}
 
 
 def pyplot():
@@ -46,6 +52,26 @@ def curves(results, tasks, inits, path):
     axes[1, 0].set_ylabel("attention on the support, last layer")
     axes[0, -1].legend(frameon=False)
     figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def grid(rows, columns, images, path, top=1.0):
+    """Matrices as a grid of grey panels, 0 white and `top` black: masks per head, attention before and after.
+
+    rows, columns: their titles. images: one tensor (N, N) for each panel, row by row.
+    """
+    plt = pyplot()
+    figure, axes = plt.subplots(len(rows), len(columns), squeeze=False,
+                                figsize=(1.7 * len(columns) + 0.9, 1.75 * len(rows) + 0.3))
+    for number, (ax, image) in enumerate(zip(axes.flat, images)):
+        ax.set(xticks=[], yticks=[])
+        ax.imshow(image.numpy(), cmap="Greys", vmin=0, vmax=top, interpolation="nearest")
+        if number < len(columns):
+            ax.set_title(columns[number], fontsize=10)
+        if number % len(columns) == 0:
+            ax.set_ylabel(rows[number // len(columns)], fontsize=10)
+    figure.tight_layout(pad=0.4)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

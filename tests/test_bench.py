@@ -1,0 +1,37 @@
+"""The benchmark runs and measures what it says; no test asserts a time."""
+import pytest
+
+from tinymask import bench
+from tinymask.transformer import Transformer
+
+pytestmark = pytest.mark.attention
+
+
+def test_a_step_trains_the_mask_and_nothing_differs_but_the_mask(monkeypatch):
+    made = []
+    monkeypatch.setattr(bench, "Transformer", lambda *sizes: made.append(Transformer(*sizes)) or made[-1])
+    for masked in (False, True):
+        bench.training_step((2, 5, 8, 2, 2, 4), masked)()
+    plain, masked = (sum(p.numel() for p in model.parameters()) for model in made)
+    assert masked - plain == 2 * 5 * 5
+    assert all(block.attention.mask.grad.abs().sum() > 0 for block in made[1].blocks)
+
+
+def test_table(capsys, monkeypatch):
+    monkeypatch.setattr(bench, "SIZES", [(2, 5, 8, 2, 2, 4), (2, 9, 8, 2, 2, 4)])
+    monkeypatch.setattr(bench, "memory", lambda size: [1.0, 2.0])
+    bench.main(["--repeats", "2"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5 and [line.split()[1] for line in lines[3:]] == ["5", "9"]
+
+
+def test_peak_memory_grows_with_the_batch():
+    small, large = (bench.peak_mb((batch, 64, 64, 2, 2, 32), False) for batch in (1, 256))
+    assert large > small
+
+
+@pytest.mark.parametrize("flags", [["--repeats", "1"], ["--repeats", "x"], ["--nosuch"]])
+def test_bad_input(flags, capsys):
+    with pytest.raises(SystemExit) as stop:
+        bench.main(flags)
+    assert stop.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1

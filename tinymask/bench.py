@@ -1,0 +1,96 @@
+"""What a mask costs: masked against plain attention, `python -m tinymask.bench`.
+
+One training step (forward, backward, Adam) of a transformer with masks and of the same one without, in
+one process, in turn, so that both meet the same machine. The overhead is the ratio of the two times minus
+one: the median over pairs of steps, and the quartiles. Memory is what the resident set of a new process
+grows by at most, over three steps. Sizes: the Boolean section's, and 64, 196 and 256 tokens at the width
+of ViT-Tiny. Shapes: B batch, N tokens.
+"""
+import argparse
+import multiprocessing
+import statistics
+import time
+
+import torch
+
+from tinymask import runs
+from tinymask.transformer import Transformer, parameter_groups
+
+SIZES = [  # batch, tokens, dim, depth, heads, head_dim
+    (128, 15, 48, 2, 3, 16),
+    (16, 64, 192, 2, 3, 64),
+    (64, 64, 192, 2, 3, 64),
+    (16, 196, 192, 2, 3, 64),
+    (16, 256, 192, 2, 3, 64),
+]
+
+
+def training_step(size, masked):
+    """A function that does one training step of a transformer, masked or plain."""
+    generator = runs.generator(0, "bench")
+    batch, tokens, dim, depth, heads, head_dim = size
+    model = Transformer(dim, depth, heads, head_dim)
+    if masked:
+        for block in model.blocks:
+            block.attention.set_mask(torch.randn(tokens, tokens, generator=generator))
+    optimizer = torch.optim.Adam(parameter_groups(model, 1e-4, 1e-4, 0.0))
+    x = torch.randn(batch, tokens, dim, generator=generator)
+
+    def step():
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def seconds(step):
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def peak_mb(size, masked):
+    """Growth of the peak resident set over three steps, in MB. For a process of its own."""
+    before = runs.machine("cpu")["peak_rss_mb"]
+    step = training_step(size, masked)
+    for _ in range(3):
+        step()
+    return runs.machine("cpu")["peak_rss_mb"] - before
+
+
+def memory(size):
+    """`peak_mb` of plain and masked; to be called before this process grows, for Linux hands the peak down."""
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        return [pool.apply(peak_mb, (size, masked)) for masked in (False, True)]
+
+
+def overhead(size, repeats):
+    """Median time of a plain step in ms, then quartile, median and quartile of the overhead in percent."""
+    plain, masked = (training_step(size, kind) for kind in (False, True))
+    for step in (plain, masked) * 3:  # warm up
+        step()
+    pairs = [(seconds(plain), seconds(masked)) for _ in range(repeats)]
+    plain_ms = 1e3 * statistics.median(a for a, _ in pairs)
+    return [plain_ms, *(100 * (q - 1) for q in statistics.quantiles((b / a for a, b in pairs), n=4))]
+
+
+def main(argv=None):
+    flags = argparse.ArgumentParser(prog="tinymask.bench", description=__doc__, allow_abbrev=False,
+                                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.error = runs.fail
+    flags.add_argument("--repeats", type=runs.whole(2), default=60, help="pairs of steps (default: 60)")
+    args = flags.parse_args(argv)
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {args.repeats} pairs of steps a size")
+    header = ["batch", "tokens", "plain ms", "overhead", "quartiles", "plain MB", "masked MB"]
+    megabytes = [memory(size) for size in SIZES]
+    rows = []
+    for size, (plain, masked) in zip(SIZES, megabytes):
+        ms, low, middle, high = overhead(size, args.repeats)
+        rows.append([*size[:2], f"{ms:.1f}", f"{middle:+.1f} %", f"{low:+.1f} to {high:+.1f} %",
+                     f"{plain:.0f}", f"{masked:.0f}"])
+    print(runs.table(header, rows))
+
+
+if __name__ == "__main__":
+    main()
