@@ -24,28 +24,99 @@ def gotu_lines(name="gotu.jsonl"):
 
 
 def spread(values, digits, scale=1.0):
+    if None in values:
+        return "-"
     values = [scale * value for value in values]
     return f"{statistics.fmean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
 
 
+def mean(values, digits=2):
+    return f"{statistics.fmean(values):.{digits}f}"
+
+
+def by(lines, *names):
+    """Result lines in groups: (r[name] for each of names) -> lines, in the order of their first."""
+    groups = {}
+    for line in lines:
+        groups.setdefault(tuple(line[name] for name in names), []).append(line)
+    return groups
+
+
+def support(these):
+    """'start → end' of each layer, a mean over seeds."""
+    pairs = zip(*([[r["metrics"][f"support_mass_{when}"][layer] for r in these]
+                   for layer in range(these[0]["config"]["depth"])] for when in ("init", "final")))
+    return ", ".join(f"{mean(start)} → {mean(end)}" for start, end in pairs)
+
+
+def solved(these):
+    """Seeds that extrapolate: over 99 % on the unseen part; for ThreeSym, an mse below 0.05."""
+    accuracies = [r["metrics"]["acc_unseen"] for r in these]
+    if None in accuracies:
+        return sum(r["metrics"]["mse_all"] < 0.05 for r in these)
+    return sum(accuracy > 0.99 for accuracy in accuracies)
+
+
+def row(*cells):
+    return "| " + " | ".join(cells) + " |"
+
+
+def percent(these, name):
+    text = spread([r["metrics"][name] for r in these], 2, 100)
+    return text if text == "-" else text + " %"
+
+
 def gotu_rows():
+    """The main table."""
+    rows, groups = [], by(gotu_lines(), "task", "init")
+    for task, init in [(task, init) for task in train_gotu.TASKS for init in MAIN if (task, init) in groups]:
+        these = groups[task, init]
+        accuracy, mse = train_gotu.PAPER.get((task, init), (None, "-"))
+        paper = f"{100 * accuracy:.2f} %, {mse:g}" if isinstance(accuracy, float) else f"{mse}"
+        metrics = [r["metrics"] for r in these]
+        rows.append(row(task, f"`{init}`", paper, percent(these, "acc_all"), percent(these, "acc_unseen"),
+                        f"{solved(these)} of {len(these)}", spread([m["mse_all"] for m in metrics], 4),
+                        spread([m["mse_seen"] for m in metrics], 4), support(these)))
+    return rows
+
+
+def control_rows():
+    """One row a control: solved seeds, mse, and the least support at the end, for each task."""
+    rows, groups = [], by(gotu_lines("gotu-controls.jsonl"), "task", "init")
+    first = by([r for r in gotu_lines() if r["seed"] < 3], "task", "init")
+    for init in ["default", "svd", "opt", "mask", *train_gotu.CONTROLS]:
+        cells = []
+        for task in train_gotu.TASKS:
+            these = (groups if init in train_gotu.CONTROLS else first)[task, init]
+            least = statistics.fmean(min(r["metrics"]["support_mass_final"]) for r in these)
+            cells.append(f"{solved(these)} of {len(these)}; {spread([r['metrics']['mse_all'] for r in these], 3)}; {least:.2f}")
+        rows.append(row(f"`{init}`", *cells))
+    return rows
+
+
+def changed(result):
+    """The flags of a result line that are not the default of its task, as they were typed."""
+    usual = vars(train_gotu.settings([], result["task"]))
+    config = result["config"] | ({"mask_lr": usual["mask_lr"]} if result["config"]["mask_lr"] == result["config"]["lr"] else {})
+    names = [name for name in config if name not in (*runs.NOT_OF_THE_RUN, "preset") and config[name] != usual[name]]
+    return " ".join(f"--{name.replace('_', '-')} {config[name]:g}" if isinstance(config[name], float)
+                    else f"--{name.replace('_', '-')} {config[name]}" for name in names)
+
+
+def map_rows():
+    """One row a setting: solved seeds and mse of each init, for each task."""
+    lines = [r for r in gotu_lines() if r["seed"] < 3 and r["task"] in ("2parity", "majority")]
+    settings = {}
+    for line in lines + gotu_lines("gotu-map.jsonl"):
+        settings.setdefault(changed(line), []).append(line)
     rows = []
-    for task in train_gotu.TASKS:
-        for init in MAIN:
-            these = [r for r in gotu_lines() if (r["task"], r["init"]) == (task, init)]
-            if not these:
-                continue
-            metrics = [r["metrics"] for r in these]
-            accuracy, mse = train_gotu.PAPER.get((task, init), (None, None))
-            paper = f"{100 * accuracy:.2f} %, {mse:g}" if accuracy else "-"
-            right = sum(m["acc_unseen"] > 0.99 for m in metrics)
-            start, end = ([statistics.fmean(m[f"support_mass_{when}"][layer] for m in metrics) for layer in (0, 1)]
-                          for when in ("init", "final"))
-            mass = ", ".join(f"{a:.2f} → {b:.2f}" for a, b in zip(start, end))
-            cells = [task, f"`{init}`", paper, spread([m["acc_all"] for m in metrics], 2, 100) + " %",
-                     spread([m["acc_unseen"] for m in metrics], 2, 100) + " %", f"{right} of {len(these)}",
-                     spread([m["mse_all"] for m in metrics], 4), spread([m["mse_seen"] for m in metrics], 4), mass]
-            rows.append("| " + " | ".join(cells) + " |")
+    for flags, lines in settings.items():
+        groups, cells = by(lines, "task", "init"), []
+        for task in ("2parity", "majority"):
+            for init in ("default", "svd", "mask"):
+                these = groups.get((task, init))
+                cells.append(f"{solved(these)}; {spread([r['metrics']['mse_all'] for r in these], 3)}" if these else "")
+        rows.append(row(f"`{flags}`" if flags else "as above", *cells))
     return rows
 
 

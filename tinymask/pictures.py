@@ -76,6 +76,29 @@ def grid(rows, columns, images, path, top=1.0):
     plt.close(figure)
 
 
+def dots(groups, inits, titles, path):
+    """Where the claim holds: one panel a task, one place on its axis a setting, one dot a run.
+
+    groups: list of (setting, {(task, init): errors, one for each seed}). inits: side by side. The error
+    is on a logarithmic axis, with 0.0001 for whatever is below.
+    """
+    plt = pyplot()
+    figure, axes = plt.subplots(len(titles), 1, figsize=(9, 2.6 * len(titles) + 1.2), sharex=True, squeeze=False)
+    for ax, task in zip(axes[:, 0], titles):
+        for shift, init in enumerate(inits):
+            x, y = zip(*((place + 0.22 * (shift - (len(inits) - 1) / 2), max(error, 1e-4))
+                         for place, (_, runs) in enumerate(groups) for error in runs.get((task, init), [])))
+            ax.plot(x, y, "o", color=COLOURS[init], label=init, markersize=4.5, alpha=0.75, markeredgewidth=0)
+        ax.set(yscale="log", title=task, ylabel="mean squared error", xlim=(-0.6, len(groups) - 0.4))
+        for place in range(len(groups) - 1):
+            ax.axvline(place + 0.5, color="#dddddd", linewidth=0.6)
+    axes[-1, 0].set_xticks(range(len(groups)), [setting for setting, _ in groups], rotation=60, ha="right", fontsize=8)
+    axes[0, 0].legend(frameon=False, ncols=len(inits), loc="lower right", bbox_to_anchor=(1, 1))
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def _mean_std(rows):
     import numpy
 

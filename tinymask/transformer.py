@@ -66,15 +66,16 @@ class Encoder(nn.Module):
     """Bits or digits in, `outputs` numbers out: (B, N) token ids -> (B, outputs).
 
     pooling "mean" averages the tokens after the last norm; "cls" puts a learned token in front (the
-    sequence is then N + 1 long, and so is the mask) and reads that one. Raises ValueError for
-    another pooling.
+    sequence is then N + 1 long, and so is the mask) and reads that one; "none" reads each token, and
+    the output is (B, N, outputs). Raises ValueError for another pooling.
     """
 
     def __init__(self, vocabulary, tokens, outputs, dim, depth, heads, head_dim=None, mlp_dim=None,
                  pooling="mean", bias=True):
         super().__init__()
-        if pooling not in ("mean", "cls"):
-            raise ValueError(f"pooling is 'mean' or 'cls', got {pooling!r}")
+        if pooling not in ("mean", "cls", "none"):
+            raise ValueError(f"pooling is 'mean', 'cls' or 'none', got {pooling!r}")
+        self.pooling = pooling
         self.token = nn.Embedding(vocabulary, dim)
         self.position = nn.Parameter(torch.zeros(tokens, dim))
         self.cls = nn.Parameter(torch.zeros(1, dim)) if pooling == "cls" else None
@@ -90,8 +91,31 @@ class Encoder(nn.Module):
 
     def forward(self, ids, return_attention=False):
         x, attentions = self.transformer(self.embed(ids), return_attention=True)
-        pooled = x.mean(dim=1) if self.cls is None else x[:, 0]  # (B, D)
-        output = self.head(pooled)
+        if self.pooling == "mean":
+            x = x.mean(dim=1)  # (B, D)
+        elif self.pooling == "cls":
+            x = x[:, 0]
+        output = self.head(x)
+        return (output, attentions) if return_attention else output
+
+
+class GPT(nn.Module):
+    """A causal language model with learned positions: (B, N) token ids, N <= block -> logits (B, N, V)."""
+
+    def __init__(self, vocabulary, block, dim, depth, heads, head_dim=None, mlp_dim=None, bias=True):
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, dim)
+        self.position = nn.Parameter(torch.zeros(block, dim))
+        self.transformer = Transformer(dim, depth, heads, head_dim, mlp_dim, causal=True, bias=bias)
+        self.head = nn.Linear(dim, vocabulary)
+
+    def embed(self, ids):
+        """(B, N) ids -> (B, N, D), what the first block reads."""
+        return self.token(ids) + self.position[: ids.shape[1]]
+
+    def forward(self, ids, return_attention=False):
+        x, attentions = self.transformer(self.embed(ids), return_attention=True)
+        output = self.head(x)
         return (output, attentions) if return_attention else output
 
 
