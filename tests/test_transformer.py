@@ -5,7 +5,7 @@ import torch.nn as nn
 
 import tinymask
 from tinymask import Encoder, Transformer
-from tinymask.transformer import init_weights
+from tinymask.transformer import GPT, init_weights
 
 pytestmark = pytest.mark.attention
 
@@ -16,7 +16,8 @@ def encoder(**changes):
 
 
 def test_exported_names():
-    assert set(tinymask.__all__) == {"Block", "Encoder", "MaskedAttention", "Transformer", "masked_attention"}
+    assert set(tinymask.__all__) == {
+        "Block", "Encoder", "GPT", "MaskedAttention", "Transformer", "masked_attention"}
     assert all(hasattr(tinymask, name) for name in tinymask.__all__)
 
 
@@ -80,3 +81,26 @@ def test_bad_pooling():
 
 def test_transformer_shape():
     assert Transformer(8, 1, 2, causal=True)(torch.randn(2, 3, 8)).shape == (2, 3, 8)
+
+
+def test_encoder_without_pooling_reads_each_token():
+    model = init_weights(encoder(pooling="none", outputs=10), torch.Generator().manual_seed(0))
+    ids = torch.randint(2, (4, 15), generator=torch.Generator().manual_seed(1))
+    output = model(ids)
+    assert output.shape == (4, 15, 10)
+    mean = encoder(outputs=10)
+    mean.load_state_dict(model.state_dict())
+    torch.testing.assert_close(mean(ids), output.mean(dim=1))  # the head is linear
+
+
+def test_gpt_sees_the_past_only_and_takes_shorter_inputs():
+    model = init_weights(GPT(7, 9, 16, 2, 2), torch.Generator().manual_seed(0))
+    model.transformer.blocks[0].attention.set_mask(torch.randn(9, 9))
+    ids = torch.randint(7, (3, 9), generator=torch.Generator().manual_seed(1))
+    logits = model(ids)
+    assert logits.shape == (3, 9, 7)
+    torch.testing.assert_close(model(ids[:, :5]), logits[:, :5])
+    other = ids.clone()
+    other[:, 5] = (other[:, 5] + 1) % 7
+    changed = (model(other) != logits).any(dim=-1).any(dim=0)
+    assert changed.tolist() == [False] * 5 + [True] * 4
