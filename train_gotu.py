@@ -5,7 +5,8 @@
 
 Each task shows a part of the cube {-1, +1}^15 and asks for all of it. Expected: the plain transformer and
 the query-key inits (svd, opt) fit the seen part and get the unseen part wrong, as the minimum-degree
-interpolator (MDI) does; with the same structure in the mask, the unseen part comes out right.
+interpolator (MDI) does; with the same structure in the mask, the unseen part comes out right (ThreeSym:
+better, and right with `mask-only`, the mask in place of position codes).
 """
 import itertools
 import math
@@ -33,9 +34,9 @@ OF_TASK = {  # small, for these two: the plain transformer needs more to fit the
     "threesym": dict(lr=3e-3),
 }
 SMOKE = dict(steps=10, bits=9)
-ALONE_CLOSED = -30.0  # mask logit of a closed pair where the mask stands in for position codes
+ALONE_CLOSED = -30.0  # --closed of mask-only: what leaks through a closed pair is a bit alone
 EVALUATIONS, PROBE = 10, 2048  # points on a curve, at most; points of the cube that it is measured on
-PAPER = {  # Table 1: whole-cube accuracy and mean squared error
+PAPER = {  # whole-cube accuracy and mean squared error: Table 1
     ("2parity", "default"): (0.75, 1.379), ("2parity", "svd"): (0.75, 1.737),
     ("2parity", "opt"): (0.75, 1.746), ("2parity", "mask"): (1.0, 0.0029),
     ("majority", "default"): (0.874, 0.509), ("majority", "svd"): (0.874, 0.516),
@@ -44,7 +45,7 @@ PAPER = {  # Table 1: whole-cube accuracy and mean squared error
     ("cyclic3", "opt"): (0.8747, 3.230), ("cyclic3", "mask"): (0.9998, 0.0034),
     ("threesym", "default"): ("-", 7.621), ("threesym", "svd"): ("-", 7.616),
     ("threesym", "opt"): ("-", 7.635), ("threesym", "mask"): ("-", 2.9745),
-    # Table 4
+    # and Table 4
     ("2parity", "mask-zero"): (0.75, 1.38), ("majority", "mask-zero"): (0.874, 0.50),
     ("cyclic3", "mask-zero"): (0.8746, 2.53), ("threesym", "mask-zero"): ("-", 7.62),
 }
@@ -57,11 +58,14 @@ def parser():
     flags.add_argument("--pooling", choices=["mean", "cls"], help="how the tokens become one output")
     flags.add_argument("--position-std", type=runs.real(low=0), help="scale of the initial position codes")
     flags.add_argument("--open", type=runs.real(), help="mask logit of an open pair")
-    flags.add_argument("--closed", type=runs.real(), help="mask logit of a closed pair")
+    flags.add_argument("--closed", type=runs.real(), metavar="M",
+                       help=f"mask logit of a closed pair, as --closed=-6 (mask-only: {ALONE_CLOSED:g}, always)")
     flags.add_argument("--missing-links", type=runs.whole(0), default=0, help="links left out of the prior")
     flags.add_argument("--wrong-links", type=runs.whole(0), default=0, help="links added to it that are wrong")
-    flags.add_argument("--mask-weight-decay", type=runs.real(low=0), default=0.0, help="of the mask (default: 0)")
-    flags.add_argument("--optimizer", choices=["adam", "sgd"], default="adam", help="(default: adam)")
+    flags.add_argument("--mask-weight-decay", type=runs.real(low=0), default=0.0, help="on the mask (default: 0)")
+    flags.add_argument("--optimizer", choices=["adam", "sgd"], default="adam", help="sgd: no momentum (default: adam)")
+    for task, preset in OF_TASK.items():
+        flags.epilog += f"\npreset small, {task}: " + ", ".join(f"{flag} {value}" for flag, value in preset.items())
     return flags
 
 
@@ -84,11 +88,12 @@ def attention_maps(model, ids):
 
 
 def support_mass(maps, supports):
-    """Attention on the support, for each layer: a mean over heads, inputs and rows with a choice to make."""
+    """Attention on the support, for each layer: a mean over heads, inputs and rows of which it says something."""
     masses = []
     for attention, support in zip(maps, supports):
         support = support.to(attention).expand(attention.shape[1:])  # (H, N, N)
-        masses.append((attention * support).sum(-1)[:, support.amin(-1) == 0].mean().item())
+        says = support.amin(-1) != support.amax(-1)  # neither all open nor all closed
+        masses.append((attention * support).sum(-1)[:, says].mean().item())
     return masses
 
 
@@ -102,15 +107,15 @@ def prior(args, task, init, seed):
     """The supports of one run, one for each layer: 0/1, where the prior lets a token look."""
     designs = {"mask-literal": mask_priors.BOOLEAN_LITERAL, "mask-only": mask_priors.BOOLEAN_ALONE}
     supports = designs.get(init, mask_priors.BOOLEAN)[task](args.bits, args.depth, args.heads)
-    if args.missing_links or args.wrong_links:  # the same mistakes in every layer
-        supports = [mask_priors.imperfect(support, args.missing_links, args.wrong_links,
-                                          runs.generator(seed, "mistakes")) for support in supports]
-    if args.pooling == "cls":
-        supports = mask_priors.with_cls(supports)
+    if args.missing_links or args.wrong_links:  # the same mistakes in every layer that has links
+        layers = [layer for layer in range(args.depth) if (supports[layer] * (1 - torch.eye(args.bits))).any()]
+        for layer in layers or [0]:
+            supports[layer] = mask_priors.imperfect(supports[layer], args.missing_links, args.wrong_links,
+                                                    runs.generator(seed, "mistakes"))
     if init == "mask-shuffled":
         order = runs.generator(seed, "shuffle")
         supports = [mask_priors.shuffled(support, order) for support in supports]
-    return supports
+    return mask_priors.with_cls(supports) if args.pooling == "cls" else supports
 
 
 def build(args, task, init, seed):
@@ -134,7 +139,7 @@ def build(args, task, init, seed):
             attention.set_mask(torch.zeros_like(mask))
         elif init == "mask-hard":  # -inf has no gradient to learn from
             attention.set_mask(mask_priors.to_mask(support, args.open, -math.inf), learnable=False)
-        elif init == "mask-only":  # closed for good: what leaks through is a bit alone
+        elif init == "mask-only":
             attention.set_mask(mask_priors.to_mask(support, args.open, ALONE_CLOSED))
         elif init == "bias":
             attention.set_mask(F.logsigmoid(mask), squash=False)
@@ -152,7 +157,8 @@ def evaluate(task, model, ids, target, seen, supports, probe, first_maps, first_
     metrics = squared_errors(prediction, target, seen)
     for part, where in (("all", slice(None)), ("seen", seen), ("unseen", ~seen)):
         metrics[f"acc_{part}"] = boolean.accuracy(task, prediction[where], target[where])
-    drift = [(p.cpu() - first_masks[name]).abs().mean().item() for name, p in masks(model).items()]
+    drift = [(p.cpu() - first)[first.isfinite()].abs().mean().item()
+             for p, first in zip(masks(model).values(), first_masks)]
     return metrics | {
         "support_mass_init": support_mass(first_maps, supports),
         "support_mass_final": support_mass(maps, supports),
@@ -184,47 +190,50 @@ def print_table(args, results):
     print(runs.table(header, rows))
 
 
-def plot(argv, args, results, out):
-    """Figures: the curves; for each task, attention before and after training, first seed; the initial masks."""
-    pictures.curves(results, args.tasks, args.inits, out / "curves.png")
-    columns = [f"layer {layer + 1}, {when}" for layer in range(args.depth) for when in ("start", "end")]
-    for task in args.tasks:
-        ids = boolean.to_tokens(boolean.cube(args.bits)[:PROBE])
-        images, masks_of_task = [], []
-        for init in args.inits:
-            flags = settings(argv, task)
-            model, _ = build(flags, task, init, args.first_seed)
+def plot(argv, common, results, out, ids):
+    """Figures: the curves; for each task the masks at the start, and attention before and after the first seed.
+
+    ids: the points that attention is averaged over. The models at the end are those of the checkpoints.
+    """
+    pictures.curves(results, common.tasks, common.inits, out / "curves.png")
+    for task in common.tasks:
+        args = settings(argv, task)
+        columns = [f"layer {layer + 1}, {when}" for layer in range(args.depth) for when in ("start", "end")]
+        heads = [f"{task}, head {head + 1}" for head in range(args.heads)]
+        attention, openness, rows = [], [], []
+        for init in common.inits:
+            model, _ = build(args, task, init, common.first_seed)
+            if init.startswith("mask"):
+                rows += [f"{init}, layer {layer + 1}" for layer in range(args.depth)]
+                openness += [head for p in masks(model).values()
+                             for head in p.detach().sigmoid().expand(args.heads, -1, -1)]
             first = attention_maps(model, ids)
-            masks_of_task += [(init, layer, p.detach().sigmoid().expand(args.heads, -1, -1))
-                              for layer, p in enumerate(masks(model).values()) if init != "bias"]
-            key = runs.run_key(vars(flags), task, init, args.first_seed)
-            model.load_state_dict(runs.load(out / "checkpoints" / f"{key}.pt")["model"])
+            path = out / "checkpoints" / f"{runs.run_key(vars(args), task, init, common.first_seed)}.pt"
+            runs.restore(path, model)
             last = attention_maps(model, ids)
-            images += [maps.mean(dim=(0, 1)) for pair in zip(first, last) for maps in pair]
-        pictures.grid(args.inits, columns, images, out / f"attention-{task}.png")
-        if masks_of_task:
-            rows = [f"{init}, layer {layer + 1}" for init, layer, _ in masks_of_task]
-            heads = [f"{task}, head {head + 1}" for head in range(args.heads)]
-            pictures.grid(rows, heads, [mask for *_, mask in masks_of_task for mask in mask], out / f"masks-{task}.png")
+            attention += [maps.mean(dim=(0, 1)) for pair in zip(first, last) for maps in pair]
+        pictures.grid(common.inits, columns, attention, out / f"attention-{task}.png")
+        if rows:
+            pictures.grid(rows, heads, openness, out / f"masks-{task}.png")
 
 
 def main(argv=None):
-    args = settings(argv, None)
-    if args.plot:
+    common = settings(argv, None)  # what no task has of its own
+    if common.plot:
         pictures.pyplot()  # a missing matplotlib is said before the training, not after it
-    for task, init in itertools.product(args.tasks, args.inits):
+    for task, init in itertools.product(common.tasks, common.inits):
         try:
             prior(settings(argv, task), task, init, 0)
         except ValueError as error:
-            runs.fail(f"--missing-links {args.missing_links}, --wrong-links {args.wrong_links}: {task}: {error}")
-    device = runs.pick_device(args.device)
-    out = runs.open_out(args.out)
-    finished = runs.read_results(out) if args.resume else {}
+            runs.fail(f"{task} {init}: {error}")
+    device = runs.pick_device(common.device)
+    out = runs.open_out(common.out)
+    finished = runs.read_results(out) if common.resume else {}
     print(f"device {device}, {torch.get_num_threads()} threads, torch {torch.__version__}, results in {out}")
-    probe = torch.randperm(2**args.bits, generator=runs.generator(0, "probe"))[:PROBE]
+    probe = torch.randperm(2**common.bits, generator=runs.generator(0, "probe"))[:PROBE]
     few, results = probe[:256], []  # few: the inputs on which attention is looked at
 
-    for task, init, seed in itertools.product(args.tasks, args.inits, runs.seeds(args)):
+    for task, init, seed in itertools.product(common.tasks, common.inits, runs.seeds(common)):
         args = settings(argv, task)
         key = runs.run_key(vars(args), task, init, seed)
         if key in finished:
@@ -235,13 +244,14 @@ def main(argv=None):
         points, target, seen = boolean.load_task(task, args.bits)
         ids, seen_points, goal = boolean.to_tokens(points).to(device), seen.nonzero()[:, 0], target.to(device)
         name = f"{task} {init} seed {seed}"
-        print(f"{name}: n = {args.bits}, {len(seen_points)} points seen, {len(points) - len(seen_points)} unseen")
+        print(f"{name}: n = {args.bits}, {len(seen_points)} points seen, {len(points) - len(seen_points)} unseen, "
+              f"{args.steps} steps at {args.lr:g}")
 
         # model and prior
         model, supports = build(args, task, init, seed)
         model.to(device)
         first_maps = attention_maps(model, ids[few])
-        first_masks = {name: mask.detach().cpu().clone() for name, mask in masks(model).items()}
+        first_masks = [mask.detach().cpu().clone() for mask in masks(model).values()]
 
         # optimiser: the mask is a group of its own, without weight decay unless asked for
         method = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[args.optimizer]
@@ -278,17 +288,17 @@ def main(argv=None):
         seconds = time.perf_counter() - start
 
         # evaluation: the whole cube
+        runs.save(checkpoint, {"model": model.state_dict(), "step": step})
         metrics = evaluate(task, model, ids, target, seen, supports, few, first_maps, first_masks)
         results.append(runs.record(out, args, "gotu", task, init, seed, metrics=metrics, curve=curve,
                                    steps=step, seconds=seconds, params=parameter_counts(model), device=device,
                                    diverged=diverged))
         if diverged:
             print(f"{name}: diverged at step {step}")
-        runs.save(checkpoint, {"model": model.state_dict(), "step": step})
 
-    print_table(args, results)
-    if args.plot:
-        plot(argv, args, results, out)
+    print_table(common, results)
+    if common.plot:
+        plot(argv, common, results, out, boolean.to_tokens(boolean.cube(common.bits)[few]))
     return results
 
 

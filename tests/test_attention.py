@@ -96,11 +96,20 @@ def test_shorter_inputs_use_the_corner_of_the_mask():
     (torch.zeros(5, 5), r"shape \(5, 5\)"),
     (torch.zeros(4, 6, 6), "shape"),
     (torch.full((6, 6), -math.inf), "without any open entry"),
-    (torch.full((6, 6), math.nan), "NaN"),
 ])
 def test_bad_masks_are_refused(mask, words):
     with pytest.raises(ValueError, match=words):
         masked_attention(*heads_of(6), mask)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_mask_is_finite_at_first_and_a_diverged_one_shows(value):
+    """A mask that an optimiser made NaN shows as NaN in the loss, where a training loop looks for it."""
+    layer = MaskedAttention(6, 1, mask=torch.zeros(6, 6))
+    with pytest.raises(ValueError, match="NaN or"):
+        layer.set_mask(torch.full((6, 6), value))
+    layer.mask.data[2, 2] = math.nan
+    assert layer(torch.randn(1, 6, 6)).isnan().any()
 
 
 def test_hard_row_closed_by_causality_is_refused():

@@ -14,6 +14,8 @@ def test_a_step_trains_the_mask_and_nothing_differs_but_the_mask(monkeypatch):
         bench.training_step((2, 5, 8, 2, 2, 4), masked)()
     plain, masked = (sum(p.numel() for p in model.parameters()) for model in made)
     assert masked - plain == 2 * 5 * 5
+    first, second = (dict(model.named_parameters()) for model in made)
+    assert set(second) - set(first) == {f"blocks.{layer}.attention.mask" for layer in (0, 1)}
     assert all(block.attention.mask.grad.abs().sum() > 0 for block in made[1].blocks)
 
 

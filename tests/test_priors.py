@@ -59,6 +59,21 @@ def test_cyclic3_and_threesym_supports_by_hand():
     assert mask_priors.cyclic3_support(4, 1, 3)[0].tolist() == [[0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [1, 0, 0, 0]]
 
 
+def test_threesym_by_hand():
+    first, later = mask_priors.threesym_support(5, 2, 3)
+    assert first[0].argmax(-1).tolist() == [1, 0, 2, 3, 4] and first[1].argmax(-1).tolist() == [0, 2, 1, 3, 4]
+    assert first[2].argmax(-1).tolist() == [2, 1, 0, 3, 4] and torch.equal(later, torch.eye(5))
+    alone = mask_priors.threesym_alone_support(11, 1, 3)[0]
+    assert (alone.sum(-1) == 1).all()
+    assert alone.argmax(-1).T.tolist() == [[0] * 3, [1] * 3, [2] * 3, [0, 1, 1], [2, 1, 2], [0, 0, 2],
+                                           [1, 0, 0], [1, 2, 1], [2, 2, 0], [9] * 3, [10] * 3]
+    assert (alone.sum(dim=(0, 1))[:3] == alone.sum(dim=(0, 1))[0]).all()  # x0, x1, x2 are looked at equally often
+    for tokens, heads, support in ((15, 2, mask_priors.threesym_support), (15, 2, mask_priors.threesym_alone_support),
+                                   (8, 3, mask_priors.threesym_alone_support)):
+        with pytest.raises(ValueError, match="needs 3 heads"):
+            support(tokens, 2, heads)
+
+
 def test_shuffled_keeps_the_sparsity_of_each_row():
     support = mask_priors.majority3_support(15, 1, 3)[0].repeat(3, 1, 1)
     other = mask_priors.shuffled(support, torch.Generator().manual_seed(0))
@@ -77,11 +92,12 @@ def test_imperfect_counts_its_mistakes(seed):
     parity, majority = mask_priors.parity2_support(15, 1, 3)[0], mask_priors.majority3_support(15, 1, 3)[0]
     assert changed(parity, 1, 0) == (1, 0) and changed(parity, 2, 3) == (2, 3) and changed(majority, 0, 1) == (0, 1)
     assert changed(majority, 5, 0) == (5, 0) and changed(majority, 0, 0) == (0, 0)
-    with pytest.raises(ValueError, match="2 pairs"):
+    with pytest.raises(ValueError, match="2 links to close, 3 asked for"):
         changed(parity, 3, 0)
     wrong = mask_priors.imperfect(parity, 0, 3, torch.Generator().manual_seed(seed)) - parity
     assert wrong[2:].abs().sum() == 0 and wrong.sum() == 3  # they start where the prior has links
-    assert torch.equal(mask_priors.imperfect(torch.eye(15), 1, 1, None), torch.eye(15))
+    literal = mask_priors.parity2_literal_support(15, 1, 3)[0]  # rows that are empty on purpose stay empty
+    assert (mask_priors.imperfect(literal, 0, 1, torch.Generator().manual_seed(seed)) - literal).abs().sum() == 1
 
 
 def test_with_cls_by_hand():

@@ -89,16 +89,18 @@ def control_rows():
         for task in train_gotu.TASKS:
             these = (groups if init in train_gotu.CONTROLS else first)[task, init]
             least = statistics.fmean(min(r["metrics"]["support_mass_final"]) for r in these)
-            cells.append(f"{solved(these)} of {len(these)}; {spread([r['metrics']['mse_all'] for r in these], 3)}; {least:.2f}")
+            errors = spread([r["metrics"]["mse_all"] for r in these], 3)
+            cells.append(f"{solved(these)} of {len(these)}; {errors}; {least:.2f}")
         rows.append(row(f"`{init}`", *cells))
     return rows
 
 
 def changed(result):
     """The flags of a result line that are not the default of its task, as they were typed."""
-    usual = vars(train_gotu.settings([], result["task"]))
-    config = result["config"] | ({"mask_lr": usual["mask_lr"]} if result["config"]["mask_lr"] == result["config"]["lr"] else {})
-    names = [name for name in config if name not in (*runs.NOT_OF_THE_RUN, "preset") and config[name] != usual[name]]
+    usual, config = vars(train_gotu.settings([], result["task"])), dict(result["config"])
+    if config["mask_lr"] == config["lr"]:
+        del config["mask_lr"]
+    names = [name for name in config if name not in runs.NOT_OF_THE_RUN and config[name] != usual[name]]
     return " ".join(f"--{name.replace('_', '-')} {config[name]:g}" if isinstance(config[name], float)
                     else f"--{name.replace('_', '-')} {config[name]}" for name in names)
 

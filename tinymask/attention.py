@@ -60,10 +60,8 @@ def check_mask(mask, heads, tokens):
 
 
 def check_rows(mask, causal=False):
-    """Raise ValueError if NaN or +inf stands in mask, or a row has no finite entry to attend to."""
+    """Raise ValueError if a row of mask has no open entry to attend to. NaN passes: it shows in the output."""
     seen = mask.detach()
-    if bool((seen.isnan() | seen.isposinf()).any()):
-        raise ValueError("mask holds NaN or +inf; wanted finite logits, or -inf for a hard mask")
     if causal:
         seen = seen.masked_fill(torch.ones_like(seen, dtype=torch.bool).triu(1), float("-inf"))
     if bool(seen.isneginf().all(dim=-1).any()):
@@ -102,6 +100,8 @@ class MaskedAttention(nn.Module):
         """
         check_mask(mask, heads=self.heads, tokens=mask.shape[-1] if mask.ndim else 0)
         check_rows(mask, self.causal)
+        if bool((mask.isnan() | mask.isposinf()).any()):
+            raise ValueError("mask holds NaN or +inf; wanted finite logits, or -inf for a hard mask")
         self.mask = nn.Parameter(mask.detach().clone(), requires_grad=learnable)
         self.squash = squash
 

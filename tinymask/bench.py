@@ -14,7 +14,7 @@ import time
 import torch
 
 from tinymask import runs
-from tinymask.transformer import Transformer, parameter_groups
+from tinymask.transformer import Transformer, init_weights, parameter_groups
 
 SIZES = [  # batch, tokens, dim, depth, heads, head_dim
     (128, 15, 48, 2, 3, 16),
@@ -29,7 +29,7 @@ def training_step(size, masked):
     """A function that does one training step of a transformer, masked or plain."""
     generator = runs.generator(0, "bench")
     batch, tokens, dim, depth, heads, head_dim = size
-    model = Transformer(dim, depth, heads, head_dim)
+    model = init_weights(Transformer(dim, depth, heads, head_dim), generator)
     if masked:
         for block in model.blocks:
             block.attention.set_mask(torch.randn(tokens, tokens, generator=generator))
@@ -51,12 +51,13 @@ def seconds(step):
 
 
 def peak_mb(size, masked):
-    """Growth of the peak resident set over three steps, in MB. For a process of its own."""
+    """Growth of the peak resident set over three steps, in MB; for a process of its own. None on Windows."""
+    training_step((1, 2, 4, 1, 1, 4), masked)()  # what the libraries load at the first step
     before = runs.machine("cpu")["peak_rss_mb"]
     step = training_step(size, masked)
     for _ in range(3):
         step()
-    return runs.machine("cpu")["peak_rss_mb"] - before
+    return before and runs.machine("cpu")["peak_rss_mb"] - before
 
 
 def memory(size):
@@ -88,9 +89,10 @@ def main(argv=None):
     for size, (plain, masked) in zip(SIZES, megabytes):
         ms, low, middle, high = overhead(size, args.repeats)
         rows.append([*size[:2], f"{ms:.1f}", f"{middle:+.1f} %", f"{low:+.1f} to {high:+.1f} %",
-                     f"{plain:.0f}", f"{masked:.0f}"])
+                     runs.mean_std([plain], 0), runs.mean_std([masked], 0)])
     print(runs.table(header, rows))
+    return []  # no runs that could have diverged
 
 
 if __name__ == "__main__":
-    main()
+    runs.command(main)

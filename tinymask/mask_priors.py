@@ -55,8 +55,8 @@ def cyclic3_support(tokens, depth, heads):
     """Cyclic3, the sum of x_i x_{i+1} x_{i+2}: in each layer row i looks at its neighbour i + 1 only.
 
     Opened (1), by composition (4): layer 1 brings x_{i+1} to row i, layer 2 brings what row i + 1 has
-    by then, x_{i+1} x_{i+2}. Closed (2): x0, x1 and x2 meet in row 0 alone, where the same product is
-    formed as in all rows, for which it was learnt from points that show it in full.
+    by then, x_{i+1} x_{i+2}. Closed (2): with two layers x0, x1 and x2 meet in row 0 alone, where the
+    same product is formed as in all rows, for which it was learnt from points that show it in full.
     """
     return [torch.eye(tokens).roll(1, dims=1)] * depth
 
@@ -65,9 +65,12 @@ def threesym_support(tokens, depth, heads):
     """ThreeSym, three weighted products of x0, x1, x2: head h has pair h, whose two tokens look at each other.
 
     Opened (1): the three pairs, told apart by the head (3). Closed (2): every other meeting of bits; the
-    other tokens, and all tokens in later layers, look at themselves. Each row still sees three bits, one
-    by each head and its own, and the shortcut (on the seen part a product equals the third bit) with them.
+    other tokens, and all tokens in later layers, look at themselves. Rows 0 to 2 still see all three bits,
+    and with them the shortcut (on the seen part a product equals the third bit). Raises ValueError for
+    fewer than 3 heads.
     """
+    if heads < 3:
+        raise ValueError(f"ThreeSym's prior needs 3 heads, one for each pair, got {heads}")
     first = torch.eye(tokens).repeat(heads, 1, 1)
     for head in range(heads):
         i, j = head % 3, (head + 1) % 3
@@ -81,19 +84,19 @@ def threesym_alone_support(tokens, depth, heads):
     In layer 1, rows 3 to 8 have a pair (i, j) each: head p, for pair p, looks at i and the others at j,
     or the other way round. Where i and j agree, the row does not tell which pair it has; where they
     differ, the two rows of a pair cannot tell, together, which of them is +1. So without position codes
-    x0, x1 and x2 alone count alike in the mean over tokens, whatever a row computes, and the shortcut
-    (-1.25 x0 + 1.5 x1 + x2 on the seen part) cannot be expressed. The later rows look at one another
-    in the same way as a row whose pair agrees; their bits are noise, so they teach not to count them.
-    Rows 0 to 2, and all rows in later layers, look at themselves. Needs tokens >= 9, for all pairs.
+    x0, x1 and x2 alone count alike in the mean over tokens, whatever a row computes, and the MDI
+    (-1.25 x0 + 1.5 x1 + x2) cannot be expressed. All other rows, and all rows in later layers, look at
+    themselves. For mean pooling: a CLS token sees all bits. Raises ValueError for fewer than 3 heads or
+    9 tokens.
     """
+    if heads < 3 or tokens < 9:
+        raise ValueError(f"ThreeSym's prior without position codes needs 3 heads and 9 tokens, got {heads}, {tokens}")
     first = torch.eye(tokens).repeat(heads, 1, 1)
-    for row in range(3, tokens):
+    for row in range(3, 9):
         first[:, row] = 0
         pair, i, j = row % 3, row % 3, (row + 1) % 3
         if row >= 6:
             i, j = j, i
-        if row >= 9:
-            i = j = row + 1 if row + 1 < tokens else 9
         first[:, row, j] = 1
         first[pair::3, row] = torch.eye(tokens)[i]
     return [first] + [torch.eye(tokens)] * (depth - 1)
@@ -127,7 +130,10 @@ BOOLEAN_ALONE = BOOLEAN | {"threesym": threesym_alone_support}
 
 
 def shuffled(support, generator):
-    """The control with the right sparsity and the wrong structure: each row's columns permuted. Same shape."""
+    """The control with the right sparsity and the wrong structure: each row's columns permuted. Same shape.
+
+    By chance a row may keep a right link.
+    """
     return support.gather(-1, torch.rand(support.shape, generator=generator).argsort(dim=-1))
 
 
@@ -135,29 +141,29 @@ def imperfect(support, missing, wrong, generator):
     """A prior with mistakes: `missing` of its links closed, `wrong` links opened that it does not have.
 
     A link is an open pair (i, j), i != j. Wrong links start in rows that have a right one, where they
-    do most harm; a row left with nothing looks at itself. Heads share the mistakes; a layer without
-    links is left as it is. Same shape as support, (N, N) or (H, N, N). Raises ValueError if there are
-    fewer such pairs than asked for.
+    do most harm; a row that loses all looks at itself. Heads share the mistakes. (N, N) or (H, N, N),
+    same shape. Raises ValueError if there are fewer links to close, or to open, than asked for.
     """
     tokens = support.shape[-1]
     others = ~torch.eye(tokens, dtype=torch.bool)
     links = others & (support.reshape(-1, tokens, tokens).amax(dim=0) > 0)
-    if not links.any():
-        return support
-    support = support.clone()
-    for value, count, pairs in ((0, missing, links), (1, wrong, others & ~links & links.any(dim=-1, keepdim=True))):
+    openable = others & ~links & links.any(dim=-1, keepdim=True)
+    changed = support.clone()
+    for value, count, pairs, kind in ((0, missing, links, "close"), (1, wrong, openable, "open")):
         pairs = pairs.nonzero()  # (pairs, 2)
         if count > len(pairs):
-            raise ValueError(f"the prior has {len(pairs)} pairs to change, {count} were asked for")
+            raise ValueError(f"the prior has {len(pairs)} links to {kind}, {count} asked for")
         rows, columns = pairs[torch.randperm(len(pairs), generator=generator)[:count]].T
-        support[..., rows, columns] = value
-    return torch.maximum(support, torch.eye(tokens) * (support.amax(dim=-1, keepdim=True) == 0))
+        changed[..., rows, columns] = value
+    emptied = (changed.amax(dim=-1, keepdim=True) == 0) & (support.amax(dim=-1, keepdim=True) > 0)
+    return torch.maximum(changed, torch.eye(tokens) * emptied)
 
 
 def with_cls(supports):
     """Supports for a sequence with a CLS token in front: it reads all, no row but itself reads it.
 
-    A list of (..., N, N) -> a list of (..., N + 1, N + 1).
+    What a prior keeps from meeting in the other rows meets in this one. A list of (..., N, N) -> a list
+    of (..., N + 1, N + 1).
     """
     extended = []
     for support in supports:

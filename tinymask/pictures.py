@@ -32,7 +32,7 @@ def curves(results, tasks, inits, path):
     The lower row is the attention on the prior's support in the last layer, where it is lost first.
     """
     plt = pyplot()
-    figure, axes = plt.subplots(2, len(tasks), figsize=(4.5 * len(tasks), 6), sharex=True, squeeze=False)
+    figure, axes = plt.subplots(2, len(tasks), figsize=(4.5 * len(tasks), 6), sharex="col", squeeze=False)
     for column, task in enumerate(tasks):
         for init in inits:
             runs = [r for r in results if (r["task"], r["init"], r["diverged"]) == (task, init, False)]
@@ -50,14 +50,16 @@ def curves(results, tasks, inits, path):
         axes[1, column].set(xlabel="step", ylim=(0, 1.03), xlim=(0, None))
     axes[0, 0].set_ylabel("mean squared error, unseen part")
     axes[1, 0].set_ylabel("attention on the support, last layer")
-    axes[0, -1].legend(frameon=False)
+    handles = {line.get_label(): line for ax in axes[0] for line in ax.get_lines()}
+    if handles:  # none where every run diverged
+        axes[0, -1].legend(handles.values(), handles.keys(), frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
-def grid(rows, columns, images, path, top=1.0):
-    """Matrices as a grid of grey panels, 0 white and `top` black: masks per head, attention before and after.
+def grid(rows, columns, images, path):
+    """Matrices as a grid of grey panels, 0 white and 1 black: masks per head, attention before and after.
 
     rows, columns: their titles. images: one tensor (N, N) for each panel, row by row.
     """
@@ -66,7 +68,7 @@ def grid(rows, columns, images, path, top=1.0):
                                 figsize=(1.7 * len(columns) + 0.9, 1.75 * len(rows) + 0.3))
     for number, (ax, image) in enumerate(zip(axes.flat, images)):
         ax.set(xticks=[], yticks=[])
-        ax.imshow(image.numpy(), cmap="Greys", vmin=0, vmax=top, interpolation="nearest")
+        ax.imshow(image.numpy(), cmap="Greys", vmin=0, vmax=1, interpolation="nearest")
         if number < len(columns):
             ax.set_title(columns[number], fontsize=10)
         if number % len(columns) == 0:
@@ -86,9 +88,10 @@ def dots(groups, inits, titles, path):
     figure, axes = plt.subplots(len(titles), 1, figsize=(9, 2.6 * len(titles) + 1.2), sharex=True, squeeze=False)
     for ax, task in zip(axes[:, 0], titles):
         for shift, init in enumerate(inits):
-            x, y = zip(*((place + 0.22 * (shift - (len(inits) - 1) / 2), max(error, 1e-4))
-                         for place, (_, runs) in enumerate(groups) for error in runs.get((task, init), [])))
-            ax.plot(x, y, "o", color=COLOURS[init], label=init, markersize=4.5, alpha=0.75, markeredgewidth=0)
+            points = [(place + 0.22 * (shift - (len(inits) - 1) / 2), max(error, 1e-4))
+                      for place, (_, runs) in enumerate(groups) for error in runs.get((task, init), [])]
+            ax.plot([x for x, _ in points], [y for _, y in points], "o", color=COLOURS[init], label=init,
+                    markersize=4.5, alpha=0.75, markeredgewidth=0)
         ax.set(yscale="log", title=task, ylabel="mean squared error", xlim=(-0.6, len(groups) - 0.4))
         for place in range(len(groups) - 1):
             ax.axvline(place + 0.5, color="#dddddd", linewidth=0.6)

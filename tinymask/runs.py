@@ -251,6 +251,14 @@ def load(path):
     return torch.load(path, weights_only=True, map_location="cpu")
 
 
+def restore(path, model):
+    """Load the weights of a finished run; leaves with one line if they are not there."""
+    try:
+        model.load_state_dict(load(path)["model"])
+    except Exception as error:  # missing, zip, pickle and shape errors alike
+        fail(f"{path}: not a checkpoint of this run ({first_line(error)}); run it again without --resume")
+
+
 def checkpoint(path, model, optimizer, batches, step, curve, seconds):
     """Save all that `resume` needs to go on bit for bit. After Ctrl-C it then leaves, with status 130."""
     save(path, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "batches": batches.get_state(),
