@@ -1,16 +1,18 @@
 """The README's figures are those of results/*.jsonl, and its commands are the ones that CI runs.
 
-`PYTHONPATH=. python tests/test_readme.py` prints the rows, to be pasted after a new reference run.
+`PYTHONPATH=. python tests/test_readme.py` prints the rows, to be pasted after a new reference run; with the name
+of a file it draws the map of settings.
 """
 import json
 import re
 import statistics
+import sys
 from pathlib import Path
 
 import pytest
 
 import train_gotu
-from tinymask import runs
+from tinymask import pictures, runs
 
 pytestmark = pytest.mark.gotu
 ROOT = Path(__file__).parent.parent
@@ -87,7 +89,10 @@ def control_rows():
     for init in ["default", "svd", "opt", "mask", *train_gotu.CONTROLS]:
         cells = []
         for task in train_gotu.TASKS:
-            these = (groups if init in train_gotu.CONTROLS else first)[task, init]
+            these = (groups if init in train_gotu.CONTROLS else first).get((task, init))
+            if not these:
+                cells.append("not run yet")
+                continue
             least = statistics.fmean(min(r["metrics"]["support_mass_final"]) for r in these)
             errors = spread([r["metrics"]["mse_all"] for r in these], 3)
             cells.append(f"{solved(these)} of {len(these)}; {errors}; {least:.2f}")
@@ -125,28 +130,44 @@ def map_rows():
 def gotu_facts():
     """Figures in the README's prose, each as the text that must stand there."""
     lines, default = gotu_lines(), gotu_lines("gotu-default.jsonl")
-    mask = {task: [r["metrics"] for r in lines if (r["task"], r["init"]) == (task, "mask")]
-            for task in ("2parity", "majority")}
-    drift = [m["mask_drift"] for task in mask for m in mask[task]]
+    runs_of = by(lines, "task", "init")
+    worst = {key: max(r["metrics"]["mse_all"] for r in these) for key, these in runs_of.items()}
+    drift = {name: statistics.fmean(r["metrics"]["mask_drift"] for r in these) for name, these in (
+        ("adam", runs_of["2parity", "mask"]),
+        ("sgd", [r for r in gotu_lines("gotu-map.jsonl") if r["config"]["optimizer"] == "sgd"
+                 and (r["task"], r["init"]) == ("2parity", "mask")]))}
     return [
-        f"{max(m['mse_all'] for m in mask['2parity']):.4f} on 2Parity and "
-        f"{max(m['mse_all'] for m in mask['majority']):.4f} on Majority",
-        f"{statistics.fmean(r['seconds'] for r in lines):.0f} seconds a run",
+        f"{worst['2parity', 'mask']:.4f} on 2Parity, {worst['majority', 'mask']:.4f} on Majority and "
+        f"{worst['cyclic3', 'mask']:.4f} on Cyclic3",
+        f"worst seed of ThreeSym: {worst['threesym', 'mask-only']:.4f}",
+        f"{statistics.median(r['seconds'] for r in lines if r['steps'] == 800):.0f} seconds for 800 steps",
         f"{max(r['peak_rss_mb'] for r in lines):.0f} MB",
-        f"by {statistics.fmean(drift):.3f} on average",
+        f"by {drift['adam']:.3f} with Adam and by {drift['sgd']:.5f} with SGD",
         f"{sum(r['seconds'] for r in default) / 60:.1f} minutes of training on two cores and "
         f"{max(r['peak_rss_mb'] for r in default):.0f} MB",
     ]
 
 
 def test_gotu_rows_and_facts_stand_in_the_readme():
-    missing = [text for text in gotu_rows() + gotu_facts() if text not in README]
+    prose = " ".join(README.split())  # a fact may stand on two lines
+    missing = [text for text in gotu_rows() + control_rows() + map_rows() if text not in README]
+    missing += [text for text in gotu_facts() if text not in prose]
     assert not missing, "\n".join(missing)
+
+
+def test_the_map_and_the_controls_are_three_seeds_each():
+    for name in ("gotu-map.jsonl", "gotu-controls.jsonl"):
+        groups = {}
+        for line in gotu_lines(name):
+            assert line["complete"] and line["config"]["preset"] == "small"
+            assert not line["diverged"] or line["config"]["optimizer"] == "sgd"
+            groups.setdefault((changed(line), line["task"], line["init"]), []).append(line["seed"])
+        assert all(sorted(seeds) == [0, 1, 2] for seeds in groups.values())
+    assert not any(changed(line) for line in gotu_lines("gotu-controls.jsonl"))
 
 
 def test_quick_start_shows_lines_of_the_default_command(capsys):
     args = runs.parse(train_gotu.parser(), [], train_gotu.PRESETS, {})
-    args.tasks = ["2parity", "majority"]
     train_gotu.print_table(args, gotu_lines("gotu-default.jsonl"))
     printed = capsys.readouterr().out.splitlines()
     quoted = [line[4:] for line in README.splitlines() if line.startswith("    2parity ") or "unseen acc " in line]
@@ -178,5 +199,19 @@ def test_the_readme_s_test_command_is_what_ci_runs():
     assert "python -m pytest" in README and "python -m pytest" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 
 
+def draw_map(path):
+    """The map as a figure: `PYTHONPATH=. python tests/test_readme.py results/gotu-map.png`."""
+    usual = [r for r in gotu_lines() if r["seed"] < 3 and r["task"] in ("2parity", "majority")]
+    settings = {}
+    for line in usual + gotu_lines("gotu-map.jsonl"):
+        settings.setdefault(changed(line) or "as above", []).append(line)
+    groups = [(flags, {key: [r["metrics"]["mse_all"] for r in these]
+                       for key, these in by(lines, "task", "init").items()}) for flags, lines in settings.items()]
+    pictures.dots(groups, ["default", "svd", "mask"], ["2parity", "majority"], path)
+
+
 if __name__ == "__main__":
-    print("\n".join(gotu_rows() + gotu_facts()))
+    if sys.argv[1:]:
+        draw_map(sys.argv[1])
+    else:
+        print("\n".join(gotu_rows() + control_rows() + map_rows() + gotu_facts()))

@@ -52,8 +52,8 @@ def curves(results, tasks, inits, path):
     axes[1, 0].set_ylabel("attention on the support, last layer")
     handles = {line.get_label(): line for ax in axes[0] for line in ax.get_lines()}
     if handles:  # none where every run diverged
-        axes[0, -1].legend(handles.values(), handles.keys(), frameon=False)
-    figure.tight_layout()
+        figure.legend(handles.values(), handles.keys(), frameon=False, loc="upper center", ncols=len(handles))
+    figure.tight_layout(rect=(0, 0, 1, 0.95))
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -81,15 +81,16 @@ def grid(rows, columns, images, path):
 def dots(groups, inits, titles, path):
     """Where the claim holds: one panel a task, one place on its axis a setting, one dot a run.
 
-    groups: list of (setting, {(task, init): errors, one for each seed}). inits: side by side. The error
-    is on a logarithmic axis, with 0.0001 for whatever is below.
+    groups: list of (setting, {(task, init): errors, one for each seed, None where it diverged}). inits:
+    side by side. The error is on a logarithmic axis, with 0.0001 for whatever is below.
     """
     plt = pyplot()
     figure, axes = plt.subplots(len(titles), 1, figsize=(9, 2.6 * len(titles) + 1.2), sharex=True, squeeze=False)
     for ax, task in zip(axes[:, 0], titles):
         for shift, init in enumerate(inits):
             points = [(place + 0.22 * (shift - (len(inits) - 1) / 2), max(error, 1e-4))
-                      for place, (_, runs) in enumerate(groups) for error in runs.get((task, init), [])]
+                      for place, (_, runs) in enumerate(groups) for error in runs.get((task, init), [])
+                      if error is not None]
             ax.plot([x for x, _ in points], [y for _, y in points], "o", color=COLOURS[init], label=init,
                     markersize=4.5, alpha=0.75, markeredgewidth=0)
         ax.set(yscale="log", title=task, ylabel="mean squared error", xlim=(-0.6, len(groups) - 0.4))
