@@ -190,14 +190,14 @@ def print_table(args, results):
     print(runs.table(header, rows))
 
 
-def plot(argv, common, results, out, ids):
+def plot(common, args_of, results, out, ids):
     """Figures: the curves; for each task the masks at the start, and attention before and after the first seed.
 
-    ids: the points that attention is averaged over. The models at the end are those of the checkpoints.
+    args_of: the flags by task. ids: the points that attention is averaged over. The models at the end are
+    those of the checkpoints.
     """
     pictures.curves(results, common.tasks, common.inits, out / "curves.png")
-    for task in common.tasks:
-        args = settings(argv, task)
+    for task, args in args_of.items():
         columns = [f"layer {layer + 1}, {when}" for layer in range(args.depth) for when in ("start", "end")]
         heads = [f"{task}, head {head + 1}" for head in range(args.heads)]
         attention, openness, rows = [], [], []
@@ -219,11 +219,12 @@ def plot(argv, common, results, out, ids):
 
 def main(argv=None):
     common = settings(argv, None)  # what no task has of its own
+    args_of = {task: settings(argv, task) for task in common.tasks}
     if common.plot:
         pictures.pyplot()  # a missing matplotlib is said before the training, not after it
     for task, init in itertools.product(common.tasks, common.inits):
         try:
-            prior(settings(argv, task), task, init, 0)
+            prior(args_of[task], task, init, 0)
         except ValueError as error:
             runs.fail(f"{task} {init}: {error}")
     device = runs.pick_device(common.device)
@@ -234,7 +235,7 @@ def main(argv=None):
     few, results = probe[:256], []  # few: the inputs on which attention is looked at
 
     for task, init, seed in itertools.product(common.tasks, common.inits, runs.seeds(common)):
-        args = settings(argv, task)
+        args = args_of[task]
         key = runs.run_key(vars(args), task, init, seed)
         if key in finished:
             results.append(finished[key])
@@ -298,7 +299,7 @@ def main(argv=None):
 
     print_table(common, results)
     if common.plot:
-        plot(argv, common, results, out, boolean.to_tokens(boolean.cube(common.bits)[few]))
+        plot(common, args_of, results, out, boolean.to_tokens(boolean.cube(common.bits)[few]))
     return results
 
 

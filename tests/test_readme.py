@@ -110,15 +110,20 @@ def changed(result):
                     else f"--{name.replace('_', '-')} {config[name]}" for name in names)
 
 
+def map_settings():
+    """Of the map: flags that a setting changes -> (task, init) -> its three result lines; first, none changed."""
+    usual = [r for r in gotu_lines() if r["seed"] < 3 and r["task"] in ("2parity", "majority")]
+    settings = {}
+    for line in usual + gotu_lines("gotu-map.jsonl"):
+        settings.setdefault(changed(line), []).append(line)
+    return {flags: by(lines, "task", "init") for flags, lines in settings.items()}
+
+
 def map_rows():
     """One row a setting: solved seeds and mse of each init, for each task."""
-    lines = [r for r in gotu_lines() if r["seed"] < 3 and r["task"] in ("2parity", "majority")]
-    settings = {}
-    for line in lines + gotu_lines("gotu-map.jsonl"):
-        settings.setdefault(changed(line), []).append(line)
     rows = []
-    for flags, lines in settings.items():
-        groups, cells = by(lines, "task", "init"), []
+    for flags, groups in map_settings().items():
+        cells = []
         for task in ("2parity", "majority"):
             for init in ("default", "svd", "mask"):
                 these = groups.get((task, init))
@@ -167,7 +172,7 @@ def test_the_map_and_the_controls_are_three_seeds_each():
 
 
 def test_quick_start_shows_lines_of_the_default_command(capsys):
-    args = runs.parse(train_gotu.parser(), [], train_gotu.PRESETS, {})
+    args = train_gotu.settings([], None)
     train_gotu.print_table(args, gotu_lines("gotu-default.jsonl"))
     printed = capsys.readouterr().out.splitlines()
     quoted = [line[4:] for line in README.splitlines() if line.startswith("    2parity ") or "unseen acc " in line]
@@ -187,6 +192,11 @@ def test_reference_runs_are_ten_seeds_of_the_default_settings():
         assert runs.run_key(result["config"], "x")  # the config is whole
 
 
+def test_the_cost_of_a_mask_in_the_readme_is_the_committed_measurement():
+    printed = (ROOT / "results" / "bench.txt").read_text(encoding="utf-8").splitlines()
+    assert len(printed) == 8 and all("    " + line in README.splitlines() for line in printed)
+
+
 def test_every_flag_in_the_readme_exists():
     known = set(train_gotu.parser()._option_string_actions)
     commands = re.findall(r"python train_gotu\.py[^\n`|]*", README)
@@ -201,12 +211,8 @@ def test_the_readme_s_test_command_is_what_ci_runs():
 
 def draw_map(path):
     """The map as a figure: `PYTHONPATH=. python tests/test_readme.py results/gotu-map.png`."""
-    usual = [r for r in gotu_lines() if r["seed"] < 3 and r["task"] in ("2parity", "majority")]
-    settings = {}
-    for line in usual + gotu_lines("gotu-map.jsonl"):
-        settings.setdefault(changed(line) or "as above", []).append(line)
-    groups = [(flags, {key: [r["metrics"]["mse_all"] for r in these]
-                       for key, these in by(lines, "task", "init").items()}) for flags, lines in settings.items()]
+    groups = [(flags or "as above", {key: [r["metrics"]["mse_all"] for r in these] for key, these in runs_of.items()})
+              for flags, runs_of in map_settings().items()]
     pictures.dots(groups, ["default", "svd", "mask"], ["2parity", "majority"], path)
 
 

@@ -81,6 +81,7 @@ def encode_sequence(operation, pairs, digits=3, reverse=False):
 
 
 def prompt_length(digits):
+    """Tokens of a sequence up to and with "=": what is shown before the answer."""
     return 2 * digits + 2
 
 

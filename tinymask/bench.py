@@ -45,6 +45,7 @@ def training_step(size, masked):
 
 
 def seconds(step):
+    """How long one step takes."""
     start = time.perf_counter()
     step()
     return time.perf_counter() - start
@@ -77,6 +78,7 @@ def overhead(size, repeats):
 
 
 def main(argv=None):
+    """Print the table. No runs are made, so none is returned."""
     flags = argparse.ArgumentParser(prog="tinymask.bench", description=__doc__, allow_abbrev=False,
                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.error = runs.fail
@@ -91,7 +93,7 @@ def main(argv=None):
         rows.append([*size[:2], f"{ms:.1f}", f"{middle:+.1f} %", f"{low:+.1f} to {high:+.1f} %",
                      runs.mean_std([plain], 0), runs.mean_std([masked], 0)])
     print(runs.table(header, rows))
-    return []  # no runs that could have diverged
+    return []
 
 
 if __name__ == "__main__":
