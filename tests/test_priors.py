@@ -163,3 +163,63 @@ def test_heads_wider_than_the_model_and_rows_without_support(method):
 
 def test_examples_in_the_docstrings():
     assert doctest.testmod(mask_priors).failed == 0
+
+
+def test_addition_by_hand():
+    """Tokens a1 a0 b1 b0; the last of two heads looks one digit lower."""
+    first, *others = mask_priors.addition_support(2, 3, 2)
+    pairs, carry = first
+    assert torch.equal(pairs, torch.tensor([[1, 0, 1, 0], [0, 1, 0, 1], [1, 0, 1, 0], [0, 1, 0, 1]]).float())
+    assert torch.equal(carry, torch.tensor([[0, 1, 0, 1], [0, 1, 0, 1], [0, 1, 0, 1], [0, 1, 0, 1]]).float())
+    assert len(others) == 2 and all(torch.equal(first, other) for other in others)
+    assert torch.equal(mask_priors.addition_support(2, 1, 1)[0][0], pairs)
+
+
+def test_multiplication_by_hand():
+    """Tokens a1 a0 b1 b0 give digits 3 2 1 0. Layer 1: a0 b0 in column 0, a0 b1 in column 1; layer 2: those of a1."""
+    first, second, third = mask_priors.multiplication_support(2, 3, 2)
+    assert [head.argmax(-1).tolist() for head in first] == [[0, 1, 1, 1], [0, 1, 2, 3]]
+    assert [head.argmax(-1).tolist() for head in second] == [[0, 0, 0, 3], [0, 2, 3, 3]]
+    assert (first.sum(-1) == 1).all() and (second.sum(-1) == 1).all()
+    assert torch.equal(third, torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 1]]).float())
+
+
+@pytest.mark.parametrize("digits", [1, 2, 3])
+def test_multiplication_brings_every_product_to_its_column(digits):
+    """Digit k of a product is made of the a_i b_j with i + j = k: each pair meets once, in the row for k."""
+    layers = mask_priors.multiplication_support(digits, digits + 1, 4)
+    met = {}
+    for layer in layers[:digits]:
+        for row in range(2 * digits):
+            left, right = layer[0, row].argmax().item(), layer[-1, row].argmax().item()
+            if left != right:
+                met.setdefault(2 * digits - 1 - row, set()).add((digits - 1 - left, 2 * digits - 1 - right))
+    wanted = {}
+    for i in range(digits):
+        for j in range(digits):
+            wanted.setdefault(i + j, set()).add((i, j))
+    if digits > 1:  # with one digit, column 0 and its own b_0 are the same token
+        assert met == wanted
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_sequences_by_hand(reverse):
+    """Tokens a1 a0 + b1 b0 = c c (2 digits): which rows look where, apart from themselves."""
+    def looks(support):
+        return {row: set(columns.nonzero()[:, 0].tolist()) - {row} for row, columns in enumerate(support)}
+
+    (support,) = mask_priors.addition_sequence_support(2, 1, 3, reverse)
+    low, middle, top = {4}, {4, 3}, {4, 3}
+    answers = (low, middle, top) if reverse else (top, middle, low)
+    assert looks(support) == {0: set(), 1: set(), 2: set(), 3: {0}, 4: {1}} | dict(zip((5, 6, 7), answers))
+    (support,) = mask_priors.multiplication_sequence_support(2, 1, 3, reverse)
+    every = {0, 1, 3, 4}
+    answers = ({1, 4}, every, every, every) if reverse else (every, every, every, {1, 4})
+    assert looks(support) == {0: set(), 1: set(), 2: set(), 3: {0, 1}, 4: {0, 1}} | dict(zip((5, 6, 7, 8), answers))
+
+
+def test_shuffled_sequences_keep_their_sparsity_in_the_past():
+    support = mask_priors.addition_sequence_support(3, 1, 2, True)[0].repeat(2, 1, 1)
+    other = mask_priors.shuffled(support, torch.Generator().manual_seed(0), causal=True)
+    assert torch.equal(other.sum(-1), support.sum(-1)) and not torch.equal(other, support)
+    assert other.triu(1).sum() == 0

@@ -15,7 +15,7 @@ from tinymask import boolean, runs
 
 pytestmark = pytest.mark.gotu
 ROOT = Path(__file__).parent.parent
-TINY = ["--bits", "9", "--steps", "8", "--dim", "12", "--head-dim", "4", "--batch-size", "16"]
+TINY = ["--bits", "9", "--steps", "8", "--dim", "12", "--head-dim", "4", "--mlp-dim", "48", "--batch-size", "16"]
 
 
 def tiny(out, *more):
@@ -190,6 +190,7 @@ def test_paper_preset_builds():
     attention = model.transformer.blocks[3].attention
     assert len(supports) == 4 and attention.mask.shape == (16, 16) and attention.query.bias is None
     assert attention.query.weight.shape == (192, 256) and model.cls is not None
+    assert model.transformer.blocks[0].mlp[0].weight.shape == (256, 256)
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ OPERATIONS = {
     "mul": (lambda a, b: a * b, lambda digits: 2 * digits),
 }
 PLUS, EQUALS = 10, 11  # token ids of the operator (whichever it is) and of "="; digits are their own ids
+VOCABULARY = 12
 SPLIT_SEED = 2608_00418  # of the split, the same in every run
 
 
@@ -28,6 +29,24 @@ def to_digits(numbers, width):
     """
     powers = 10 ** torch.arange(width - 1, -1, -1)
     return numbers[:, None] // powers % 10
+
+
+def answer_width(operation, digits):
+    """Digits of an answer, for operands of so many digits."""
+    return OPERATIONS[operation][1](digits)
+
+
+def answer_tokens(operation, digits):
+    """One-pass, a readout per token: the tokens that give the answer's digits, the highest first.
+
+    The n tokens of b give the n lowest digits, the first tokens of a those above: one for a sum, all for
+    a product.
+
+    >>> answer_tokens("add", 3), answer_tokens("mul", 3)
+    ([0, 3, 4, 5], [0, 1, 2, 3, 4, 5])
+    """
+    width = answer_width(operation, digits)
+    return [*range(width - digits), *range(digits, 2 * digits)]
 
 
 def all_pairs(digits):

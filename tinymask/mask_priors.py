@@ -12,6 +12,8 @@ The designs follow the paper's principles (App. E): (1) open the interaction tha
 compose. Shapes: N tokens, H heads; a support or mask is (N, N), shared by the heads, or (H, N, N), and
 a prior is a list with one of them for each layer.
 """
+import itertools
+
 import torch
 
 
@@ -129,12 +131,101 @@ BOOLEAN_LITERAL = BOOLEAN | {"2parity": parity2_literal_support, "majority": maj
 BOOLEAN_ALONE = BOOLEAN | {"threesym": threesym_alone_support}
 
 
-def shuffled(support, generator):
+# -- arithmetic: operands of n digits, a_k and b_k being those of significance k (0 the lowest) ----
+
+
+def addition_support(digits, depth, heads, reverse=False):
+    """One-pass addition, tokens a b: a digit looks at the digit of its significance, and at itself.
+
+    Opened (1): the pair that is added. With two heads or more the last one looks at both digits of the
+    next lower significance instead, where the carry comes from (3); over the layers a carry travels as
+    far as it must (4). Closed (2): every other pair of digits.
+    """
+    support = torch.eye(2 * digits).repeat(heads, 1, 1)
+    a, b = _digit_tokens(digits, second=digits)
+    for k in range(digits):
+        support[:, [a[k], b[k]], [b[k], a[k]]] = 1
+        if heads > 1 and k > 0:
+            support[-1, [a[k], b[k]]] = 0
+            for row in (a[k], b[k]):
+                support[-1, row, [a[k - 1], b[k - 1]]] = 1
+    return [support] * depth
+
+
+def multiplication_support(digits, depth, heads, reverse=False):
+    """One-pass multiplication, tokens a b: long multiplication, one digit of a to each layer.
+
+    The answer has as many digits as there are tokens, and token 2n - 1 - k has to give digit k. In layer
+    i < n (1, 3) its first heads look at a_i and its last ones at b_{k-i}, the factors of the i-th partial
+    product in column k; where there is none, at itself. In the layers after these (4) it looks at itself
+    and at all columns below, where its carry comes from. Closed (2): every product of another column.
+    """
+    tokens, (a, b) = 2 * digits, _digit_tokens(digits, second=digits)
+    products = [torch.eye(tokens).repeat(heads, 1, 1) for _ in range(digits)]
+    for i, k in itertools.product(range(digits), range(tokens)):
+        if 0 <= k - i < digits:
+            row, half = tokens - 1 - k, (heads + 1) // 2
+            products[i][:, row] = 0
+            products[i][:half, row, a[i]] = 1
+            products[i][half if heads > 1 else 0:, row, b[k - i]] = 1
+    carries = torch.ones(tokens, tokens).triu()
+    return (products + [carries] * depth)[:depth]
+
+
+def addition_sequence_support(digits, depth, heads, reverse=False):
+    """Autoregressive addition, a + b = answer: b_k looks at a_k, an answer at the b of its significance and below.
+
+    Every layer has the same: one layer brings the pairs together, the next ones collect what decides a
+    digit, its own pair and the carries below. The row that gives a digit is that of the token before it.
+    All other rows, and these too, look at themselves. reverse: the answer's lowest digit comes first.
+    """
+    a, b = _digit_tokens(digits, second=digits + 1)
+    support = torch.eye(3 * digits + 2)
+    support[b, a] = 1
+    for k in range(digits + 1):
+        row = 2 * digits + 1 + (k if reverse else digits - k)
+        support[row, b[: k + 1]] = 1
+    return [support] * depth
+
+
+def multiplication_sequence_support(digits, depth, heads, reverse=False):
+    """Autoregressive multiplication, a * b = answer: b_k looks at all of a, an answer at all digits that reach it.
+
+    Those of significance k and below, in both factors. Otherwise as `addition_sequence_support`.
+    """
+    a, b = _digit_tokens(digits, second=digits + 1)
+    support = torch.eye(4 * digits + 1)
+    for row in b:
+        support[row, a] = 1
+    for k in range(2 * digits):
+        row = 2 * digits + 1 + (k if reverse else 2 * digits - 1 - k)
+        support[row, a[: k + 1] + b[: k + 1]] = 1
+    return [support] * depth
+
+
+def _digit_tokens(digits, second):
+    """Tokens of a_0, a_1, ... and b_0, b_1, ..., for a b that starts at token `second`."""
+    return [digits - 1 - k for k in range(digits)], [second + digits - 1 - k for k in range(digits)]
+
+
+ARITHMETIC = {
+    "one-pass": {"add": addition_support, "mul": multiplication_support},
+    "autoregressive": {"add": addition_sequence_support, "mul": multiplication_sequence_support},
+}
+
+
+# -- controls -------------------------------------------------------------------------------------
+
+
+def shuffled(support, generator, causal=False):
     """The control with the right sparsity and the wrong structure: each row's columns permuted. Same shape.
 
-    By chance a row may keep a right link.
+    By chance a row may keep a right link. causal: only the columns that a row can see are permuted.
     """
-    return support.gather(-1, torch.rand(support.shape, generator=generator).argsort(dim=-1))
+    order = torch.rand(support.shape, generator=generator)
+    if causal:
+        order += torch.arange(support.shape[-1]).expand(support.shape).triu(1)  # the future stays where it is
+    return support.gather(-1, order.argsort(dim=-1))
 
 
 def imperfect(support, missing, wrong, generator):

@@ -43,9 +43,7 @@ def curves(results, tasks, inits, path):
             masses = [[r["metrics"]["support_mass_init"][-1]] + [point["support_mass"][-1] for point in r["curve"]]
                       for r in runs]
             for ax, x, rows in ((axes[0, column], steps, errors), (axes[1, column], [0, *steps], masses)):
-                mean, spread = _mean_std(rows)
-                ax.plot(x, mean, color=COLOURS[init], label=init)
-                ax.fill_between(x, mean - spread, mean + spread, color=COLOURS[init], alpha=0.15, linewidth=0)
+                _band(ax, x, rows, init)
         axes[0, column].set(title=task, ylim=(0, None))
         axes[1, column].set(xlabel="step", ylim=(0, 1.03), xlim=(0, None))
     axes[0, 0].set_ylabel("mean squared error, unseen part")
@@ -54,6 +52,42 @@ def curves(results, tasks, inits, path):
     if handles:  # none where every run diverged
         figure.legend(handles.values(), handles.keys(), frameon=False, loc="upper center", ncols=len(handles))
     figure.tight_layout(rect=(0, 0, 1, 0.95))
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def learning(results, tasks, inits, path):
+    """One row of panels a task: whole answers right against the step, one panel a fraction of the pairs, and
+    where there are several fractions, against the fraction at the end.
+
+    results: lines of the arithmetic script. Lines are means over seeds, bands one standard deviation.
+    """
+    plt = pyplot()
+    fractions = {task: sorted({r["metrics"]["fraction"] for r in results if r["task"] == task}) for task in tasks}
+    columns = max(len(of_task) + (len(of_task) > 1) for of_task in fractions.values())
+    figure, axes = plt.subplots(len(tasks), columns, figsize=(3.6 * columns + 0.6, 3.1 * len(tasks) + 0.4),
+                                sharey=True, squeeze=False)
+    for row, task in zip(axes, tasks):
+        for ax in row[len(fractions[task]) + (len(fractions[task]) > 1):]:
+            ax.set_visible(False)
+        for init in inits:
+            ends = {}
+            for ax, fraction in zip(row, fractions[task]):
+                runs = [r for r in results if (r["task"], r["init"], r["metrics"]["fraction"], r["diverged"])
+                        == (task, init, fraction, False)]
+                if runs:
+                    steps = [point["step"] for point in runs[0]["curve"]]
+                    _band(ax, steps, [[point["exact_match"] for point in r["curve"]] for r in runs], init)
+                    ends[fraction] = [r["metrics"]["exact_match"] for r in runs]
+                ax.set(title=f"{task}, {fraction:.4g} of all pairs", xlabel="step", ylim=(-0.02, 1.02))
+            if len(fractions[task]) > 1 and len({len(end) for end in ends.values()}) == 1:
+                _band(row[len(fractions[task])], list(ends), list(zip(*ends.values())), init, marker="o")
+                row[len(fractions[task])].set(title=f"{task}, at the end", xlabel="fraction of all pairs", xscale="log")
+        row[0].set_ylabel("whole answers right")
+    handles = {line.get_label(): line for ax in axes.flat for line in ax.get_lines()}
+    if handles:
+        figure.legend(handles.values(), handles.keys(), frameon=False, loc="upper center", ncols=len(handles))
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.35 / figure.get_figheight()))
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -103,8 +137,11 @@ def dots(groups, inits, titles, path):
     plt.close(figure)
 
 
-def _mean_std(rows):
+def _band(ax, x, rows, init, marker=None):
+    """The mean of rows, a line, and one standard deviation about it, a band."""
     import numpy
 
     rows = numpy.array(rows, dtype=float)
-    return rows.mean(axis=0), rows.std(axis=0, ddof=1) if len(rows) > 1 else 0 * rows[0]
+    mean, spread = rows.mean(axis=0), rows.std(axis=0, ddof=1) if len(rows) > 1 else 0 * rows[0]
+    ax.plot(x, mean, color=COLOURS[init], label=init, marker=marker)
+    ax.fill_between(x, mean - spread, mean + spread, color=COLOURS[init], alpha=0.15, linewidth=0)

@@ -1,0 +1,48 @@
+"""The measures of persistence against values worked out by hand."""
+import doctest
+import math
+
+import pytest
+import torch
+
+from tinymask import persistence
+from tinymask.persistence import attention_shift, mask_drift, support_mass
+
+pytestmark = pytest.mark.attention
+
+
+def test_the_docstring_example():
+    assert doctest.testmod(persistence).failed == 0
+
+
+def test_support_mass_counts_the_rows_that_have_a_prior():
+    attention = torch.tensor([[[[0.1, 0.2, 0.7], [0.5, 0.3, 0.2], [0.6, 0.3, 0.1]]]])  # (1, 1, 3, 3)
+    support = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
+    assert support_mass([attention], [support]) == pytest.approx([0.3])  # rows 1 and 2 say nothing
+    assert support_mass([attention] * 2, [support, 1 - support]) == pytest.approx([0.3, 0.7])
+    assert math.isnan(support_mass([attention], [torch.ones(3, 3)])[0])
+
+
+def test_support_mass_of_a_causal_model_looks_at_the_past_alone():
+    attention = torch.tensor([[1.0, 0.0, 0.0], [0.5, 0.5, 0.0], [0.2, 0.2, 0.6]]).expand(4, 2, 3, 3)
+    support = torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 0.0], [0.0, 1.0, 1.0]])
+    assert support_mass([attention], [support], causal=True) == pytest.approx([0.8])  # row 2; the others see no more
+    assert support_mass([attention], [support]) == pytest.approx([(1 + 1 + 0.8) / 3])
+
+
+def test_heads_have_their_own_support():
+    attention = torch.stack([torch.eye(2), torch.eye(2).flip(0)])[None]  # head 0: self, head 1: the other
+    assert support_mass([attention], [torch.stack([torch.eye(2), torch.eye(2)])]) == pytest.approx([0.5])
+    assert support_mass([attention], [torch.stack([torch.eye(2), torch.eye(2).flip(0)])]) == pytest.approx([1.0])
+
+
+def test_attention_shift_is_0_for_the_same_and_1_for_disjoint_attention():
+    same, swapped, half = torch.eye(2)[None, None], torch.eye(2).flip(0)[None, None], torch.full((1, 1, 2, 2), 0.5)
+    assert attention_shift([same], [same]) == 0
+    assert attention_shift([same, same], [swapped, half]) == pytest.approx((1 + 0.5) / 2)
+
+
+def test_mask_drift_is_over_the_finite_entries():
+    first = torch.tensor([[1.0, -math.inf], [2.0, 3.0]])
+    assert mask_drift([first], [first + 0.25]) == pytest.approx(0.25)
+    assert mask_drift([], []) is None

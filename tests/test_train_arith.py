@@ -1,0 +1,221 @@
+"""train_arith.py end to end on tiny settings, and what it does with bad input."""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import train_arith
+from tinymask import arithmetic, runs
+
+pytestmark = pytest.mark.arith
+ROOT = Path(__file__).parent.parent
+TINY = ["--digits", "1", "--steps", "6", "--dim", "12", "--depth", "2", "--head-dim", "4", "--mlp-dim", "16",
+        "--batch-size", "16", "--fraction", "0.5"]
+FORMS = [["--readout", "token"], ["--readout", "mean"], ["--readout", "flat"], ["--mode", "autoregressive"],
+         ["--mode", "autoregressive", "--order", "reversed"]]
+
+
+def tiny(out, *more):
+    return train_arith.main([*TINY, "--out", str(out), *more])
+
+
+def lines(out):
+    return [json.loads(line) for line in (out / "results.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def built(init, task="add", *flags, seed=0):
+    args = train_arith.settings([*TINY, "--digits", "2", *flags], task)
+    args.fraction = args.fraction[0]
+    (inputs, answers), (prompts, goals) = train_arith.load_problems(args, task)
+    return args, *train_arith.build(args, task, init, seed, inputs), inputs, answers, prompts, goals
+
+
+def test_result_lines(tmp_path, capsys):
+    results = tiny(tmp_path, "--inits", *train_arith.INITS)
+    assert lines(tmp_path) == json.loads(json.dumps(results))
+    assert len(results) == 2 * len(train_arith.INITS) == 20
+    for result in results:
+        assert set(result) == {"script", "task", "init", "seed", "config", "metrics", "curve", "steps", "seconds",
+                               "peak_rss_mb", "params", "threads", "versions", "device", "diverged", "complete"}
+        assert {"exact_match", "digit_accuracy", "loss", "fraction", "mode", "readout", "steps_to_75",
+                "steps_to_99", "support_mass_init", "support_mass_final"} <= set(result["metrics"])
+        assert result["metrics"]["evaluated"] == 50 and result["config"]["fraction"] == 0.5
+        assert len(result["metrics"]["support_mass_init"]) == 2
+        assert (result["params"]["mask"] > 0) == (result["init"].startswith("mask") or result["init"] == "bias")
+    assert "add 50.00% mask-frozen" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags", FORMS, ids=" ".join)
+@pytest.mark.parametrize("task", train_arith.TASKS)
+def test_every_form_can_learn(flags, task, tmp_path):
+    """50 pairs, long enough to know them by heart: scores and answers line up."""
+    (result,) = tiny(tmp_path, "--tasks", task, "--inits", "default", "--steps", "150", "--lr", "0.01", "--dim", "32",
+                     "--mlp-dim", "64", "--head-dim", "8", *flags)
+    assert result["curve"][-1]["train_loss"] < 0.35
+
+
+@pytest.mark.parametrize("flags", FORMS, ids=" ".join)
+@pytest.mark.parametrize("init", ["svd", "opt", "mask"])
+@pytest.mark.parametrize("task", train_arith.TASKS)
+def test_the_prior_is_there_at_the_start(task, init, flags, tmp_path):
+    (result,) = tiny(tmp_path, "--tasks", task, "--inits", init, "--digits", "2", "--dim", "32", "--head-dim", "16",
+                     "--steps", "1", *flags)
+    assert min(result["metrics"]["support_mass_init"]) > 0.9
+
+
+@pytest.mark.parametrize("flags", FORMS, ids=" ".join)
+def test_inits_share_weights_and_a_zero_mask_is_the_default(flags):
+    models = {init: built(init, "add", *flags)[1] for init in ("default", "svd", "mask", "mask-zero")}
+    states = {init: model.state_dict() for init, model in models.items()}
+    for name, value in states["default"].items():
+        if "query" not in name and "key" not in name:
+            assert torch.equal(value, states["svd"][name])
+        assert torch.equal(value, states["mask"][name])
+    inputs = built("default", "add", *flags)[3][:20]
+    with torch.no_grad():
+        assert torch.allclose(models["default"](inputs), models["mask-zero"](inputs), atol=1e-5)
+
+
+def test_training_never_sees_a_pair_that_is_tested():
+    for flags in FORMS:
+        args, _, _, inputs, answers, prompts, goals = built("default", "mul", *flags, "--eval-size", "all")
+        width = prompts.shape[1]
+        shown = {tuple(row) for row in inputs[:, :width].tolist()}
+        asked = {tuple(row) for row in prompts.tolist()}
+        assert len(shown) == len(asked) == 5000 and not shown & asked
+        both = torch.cat([inputs[:, :width], prompts]), torch.cat([answers, goals])
+        for row, answer in zip(*(part[::501].tolist() for part in both)):
+            numbers = "".join(map(str, row)).replace("10", " ", 1) if args.mode == "one-pass" else None
+            a, b = (row[:2], row[2:4]) if numbers is not None else (row[:2], row[3:5])
+            product = (10 * a[0] + a[1]) * (10 * b[0] + b[1])
+            digits = answer[::-1] if args.order == "reversed" else answer
+            assert "".join(map(str, digits)) == f"{product:04}"
+
+
+def test_evaluation_takes_the_same_problems_whatever_the_fraction():
+    goals = [built("default", "add", "--fraction", fraction, "--eval-size", "100")[-1] for fraction in ("0.1", "0.4")]
+    assert torch.equal(*goals) and len(goals[0]) == 100
+
+
+@pytest.mark.parametrize("order", ["plain", "reversed"])
+def test_generation_agrees_with_teacher_forcing(order):
+    """A greedy answer is right as a whole just when each digit, given the right ones before it, is."""
+    args, model, _, inputs, answers, prompts, goals = built("default", "add", "--mode", "autoregressive", "--order",
+                                                            order, "--dim", "32")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(60):
+        logits = train_arith.digit_logits(args, "add", model, inputs)
+        optimizer.zero_grad()
+        F.cross_entropy(logits.flatten(0, 1), answers.flatten()).backward()
+        optimizer.step()
+    guesses, loss = train_arith.predict(args, "add", model, prompts, goals)
+    with torch.no_grad():
+        forced = train_arith.digit_logits(args, "add", model, torch.cat([prompts, goals[:, :-1]], dim=1))
+    right = (forced.argmax(-1) == goals).all(1)
+    assert torch.equal((guesses == goals).all(1), right) and 0 < right.float().mean() < 1
+    assert loss == pytest.approx(F.cross_entropy(forced.flatten(0, 1), goals.flatten()).item(), rel=1e-5)
+
+
+def test_scores_of_a_model_that_is_right():
+    class Oracle(torch.nn.Module):
+        def forward(self, operands):  # (B, 4) digits: the sum's, as one-hot scores
+            a, b = 10 * operands[:, 0] + operands[:, 1], 10 * operands[:, 2] + operands[:, 3]
+            return 100.0 * F.one_hot(arithmetic.to_digits(a + b, 3), 10).flatten(1)
+
+    args, *_, prompts, goals = built("default", "add", "--readout", "mean")
+    got = train_arith.scores(args, "add", Oracle(), prompts, goals)
+    assert got == {"exact_match": 1, "digit_accuracy": 1, "loss": 0}
+
+
+def test_first_step():
+    curve = [{"step": 5, "exact_match": 0.2}, {"step": 10, "exact_match": 0.8}, {"step": 15, "exact_match": 0.7}]
+    assert train_arith.first_step(curve, 0.75) == 10 and train_arith.first_step(curve, 0.99) is None
+
+
+@pytest.mark.parametrize("init, trained", [("mask-frozen", True), ("svd-frozen", False), ("opt-frozen", False)])
+def test_what_is_frozen_stays(init, trained):
+    model = built(init)[1]
+    names = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert names and all(("mask" if trained else ("query", "key")) in name if trained else
+                         ("query" in name or "key" in name) for name in names)
+
+
+def test_resume_inside_a_run_equals_an_uninterrupted_one(tmp_path, monkeypatch):
+    flags = ["--tasks", "add", "--inits", "mask"]
+    whole = tiny(tmp_path / "whole", *flags)
+    assert tiny(tmp_path / "again", *flags)[0]["metrics"] == whole[0]["metrics"]
+    calls = iter(range(100))
+    monkeypatch.setattr(runs, "interrupted", lambda: next(calls) >= 4)  # Ctrl-C during the fifth step
+    with pytest.raises(SystemExit) as stop:
+        tiny(tmp_path / "parts", *flags)
+    assert stop.value.code == 130
+    monkeypatch.undo()
+    parts = tiny(tmp_path / "parts", *flags, "--resume")
+    assert parts[0]["metrics"] == whole[0]["metrics"] and parts[0]["curve"] == whole[0]["curve"]
+    assert tiny(tmp_path / "parts", *flags, "--resume") == parts and len(lines(tmp_path / "parts")) == 1
+
+
+def test_several_fractions_are_several_runs(tmp_path, capsys):
+    results = tiny(tmp_path, "--tasks", "add", "--inits", "mask", "--fraction", "0.2", "0.5", "0.2")
+    assert [r["config"]["fraction"] for r in results] == [0.2, 0.5] and len(lines(tmp_path)) == 2
+    assert [r["metrics"]["evaluated"] for r in results] == [80, 50]
+    assert "add 20.00% mask" in capsys.readouterr().out
+    assert tiny(tmp_path, "--tasks", "add", "--inits", "mask", "--fraction", "0.5", "0.2", "--resume") == results[::-1]
+
+
+def test_divergence_is_recorded(tmp_path, capsys):
+    (result,) = tiny(tmp_path, "--tasks", "add", "--inits", "default", "--lr", "1e30")
+    assert result["diverged"] and result["steps"] < 6 and "diverged at step" in capsys.readouterr().out
+
+
+BAD = [
+    ["--fraction", "0"], ["--fraction", "1"], ["--fraction", "-0.1"], ["--fraction", "nan"], ["--fraction"],
+    ["--fraction", "1e-9"], ["--fraction", "0.1", "2"], ["--digits", "4"], ["--digits", "0"], ["--tasks", "div"],
+    ["--eval-size", "0"], ["--eval-size", "every"], ["--mode", "both"], ["--readout", "cls"], ["--order", "random"],
+    ["--mlp-dim", "0"], ["--inits", "mask-hard"], ["--smoke", "--digits", "1", "--fraction", "0.001"],
+]
+
+
+@pytest.mark.parametrize("flags", BAD, ids=" ".join)
+def test_bad_input_is_one_line_and_status_2(flags, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        train_arith.main(flags)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and len(error.splitlines()) == 1 and not list(tmp_path.iterdir())
+    assert flags[0].strip("-") in error or flags[-2].strip("-") in error
+
+
+def test_as_a_process_from_another_directory(tmp_path):
+    done = subprocess.run([sys.executable, str(ROOT / "train_arith.py"), *TINY, "--tasks", "mul", "--out", "a b"],
+                          cwd=tmp_path, capture_output=True, encoding="utf-8", env=os.environ)
+    assert done.returncode == 0 and done.stderr == "" and done.stdout.isascii()
+    assert "mul 50.00% mask" in done.stdout.splitlines()[-1] and len(lines(tmp_path / "a b")) == 4
+
+
+def test_paper_preset_builds():
+    for task, steps, fraction in (("add", 800, 0.004), ("mul", 5900, 0.03)):
+        args = train_arith.settings(["--preset", "paper"], task)
+        assert (args.steps, args.fraction, args.digits) == (steps, [fraction], 3)  # 50 epochs in batches of 256
+        assert abs(args.steps - 50 * fraction * 1e6 / 256) < 50
+        model, supports = train_arith.build(args, task, "mask", 0, torch.zeros(300, 6, dtype=torch.long))
+        attention = model.transformer.blocks[5].attention
+        assert len(supports) == 6 and attention.query.weight.shape == (256, 256) and attention.heads == 4
+
+
+@pytest.mark.slow
+def test_the_claim_on_addition(tmp_path):
+    """The default command's recipe: the mask gets there in fewer steps."""
+    default, mask = train_arith.main(["--tasks", "add", "--inits", "default", "mask", "--out", str(tmp_path)])
+    assert mask["metrics"]["exact_match"] > max(0.9, default["metrics"]["exact_match"])
+
+
+def test_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    tiny(tmp_path, "--inits", "mask", "default", "--seeds", "2", "--fraction", "0.2", "0.5", "--plot")
+    assert (tmp_path / "learning.png").read_bytes().startswith(b"\x89PNG")
