@@ -8,6 +8,7 @@ others. Every init gets the same pairs, batches and steps. Expected: with the di
 opened in the mask, the answers are exact after fewer steps, and from fewer pairs.
 """
 import argparse
+import functools
 import itertools
 import math
 import time
@@ -22,7 +23,7 @@ from tinymask.transformer import GPT, Encoder, init_weights, masks, parameter_co
 
 TASKS = list(arithmetic.OPERATIONS)
 CONTROLS = ["mask-zero", "mask-frozen", "mask-shuffled", "bias", "svd-frozen", "opt-frozen"]
-INITS = ["default", "svd", "opt", "mask", *CONTROLS]
+INITS = ["default", "svd", "opt", "mask", "mask-literal", *CONTROLS]
 READOUTS = {"token": "none", "mean": "mean", "flat": "flat"}  # as Encoder calls them
 PRESETS = {
     "small": dict(steps=400, batch_size=256, lr=1e-3, weight_decay=1e-3, dim=128, depth=3, heads=4, head_dim=32,
@@ -34,11 +35,12 @@ PRESETS = {
                   eval_size=10_000),
 }
 OF_TASK = {  # where multiplication differs; 5,900 steps are 50 epochs of 30,000 pairs
-    "small": {"mul": dict(digits=2, fraction=[0.3], readout="token")},
+    "small": {"mul": dict(digits=2, fraction=[0.3], readout="token", eval_size=5000)},
     "paper": {"mul": dict(fraction=[0.03], steps=5900, readout="token")},
 }
-SMOKE = dict(steps=10, dim=32, depth=2, head_dim=8, mlp_dim=32, eval_size=1000)
+SMOKE = dict(steps=10, dim=32, depth=3, head_dim=8, mlp_dim=32, eval_size=1000)
 EVALUATIONS, PROBE = 25, 2000  # points on a curve, at most; problems that it is measured on
+PAPER_FRACTION = {"add": 0.004, "mul": 0.03}
 PAPER = {  # Table 2: whole answers, digits, loss
     ("add", "default"): (0.0119, 0.4059, 4.51), ("add", "svd"): (0.0087, 0.3856, 4.59),
     ("add", "opt"): (0.0339, 0.4987, 3.40), ("add", "mask"): (0.7749, 0.9386, 0.23),
@@ -49,7 +51,10 @@ PAPER = {  # Table 2: whole answers, digits, loss
 
 def size(text):
     """argparse type: a number of problems, or "all"."""
-    return text if text == "all" else runs.whole(1)(text)
+    try:
+        return text if text == "all" else runs.whole(1)(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}; or: all") from None
 
 
 def parser():
@@ -58,13 +63,13 @@ def parser():
     add("--mode", choices=["one-pass", "autoregressive"], default="one-pass",
         help="all digits of an answer at once, or one after the other (default: one-pass)")
     add("--readout", choices=list(READOUTS), help="one-pass: a digit from each token, or all from mean or all tokens")
-    add("--order", choices=["plain", "reversed"], default="plain", help="autoregressive: of the answer's digits")
+    add("--order", choices=["plain", "reversed"], help="autoregressive: of the answer's digits (default: plain)")
     add("--fraction", type=runs.real(above=0), nargs="+", metavar="F", help="of all pairs, shown in training")
-    add("--digits", type=runs.whole(1, 3), help="digits of an operand")
+    add("--digits", type=runs.whole(2, 3), help="digits of an operand")
     add("--eval-size", type=size, metavar="N", help="evaluate on so many of the other pairs, at most, or: all")
     add("--head-dim", type=runs.whole(1, 2**16), help="width of a head")
     add("--mlp-dim", type=runs.whole(1, 2**16), help="width of the MLPs")
-    add("--position-std", type=runs.real(low=0), help="scale of the initial position codes")
+    add("--position-std", type=runs.real(low=0, high=1e6), help="scale of the initial position codes")
     add("--open", type=runs.real(), help="mask logit of an open pair")
     add("--closed", type=runs.real(), metavar="M", help="mask logit of a closed pair, as --closed=-5")
     for preset, tasks in OF_TASK.items():
@@ -75,14 +80,21 @@ def parser():
 
 def settings(argv, task):
     """The flags for one task: as given, else as its preset has them."""
+    given = parser().parse_args(argv)
+    for flag, mode in (("order", "autoregressive"), ("readout", "one-pass")):
+        if getattr(given, flag) and given.mode != mode:
+            runs.fail(f"--{flag} {getattr(given, flag)}: only with --mode {mode}")
     presets = {name: preset | OF_TASK[name].get(task, {}) for name, preset in PRESETS.items()}
-    return runs.parse(parser(), argv, presets, SMOKE)
+    args = runs.parse(parser(), argv, presets, SMOKE)
+    if args.mode == "autoregressive":
+        args.readout, args.order = None, args.order or "plain"
+    return args
 
 
 def load_problems(args, task):
     """(inputs, answers) for training, and for evaluation: token ids (P, N) and digits (P, A).
 
-    Evaluation takes its problems from the end of the split, the same ones whatever the fraction.
+    Evaluation takes its problems from the end of the split: the same ones for all fractions that leave enough.
     An autoregressive model reads the answer too, so training inputs are whole sequences but the last
     token; evaluation inputs are cut from the same encoding, up to and with "=".
     """
@@ -127,8 +139,10 @@ def predict(args, task, model, inputs, answers):
 
 
 def scores(args, task, model, inputs, answers):
-    """The figures of the table on some problems: fractions of answers and of digits, mean loss."""
+    """The figures of the table on some problems: fractions of answers and of digits, mean loss; NaN if it is."""
     guesses, loss = predict(args, task, model, inputs, answers)
+    if not math.isfinite(loss):  # argmax over NaN would answer 0, and be right at times
+        return dict.fromkeys(("exact_match", "digit_accuracy", "loss"), math.nan)
     exact, digits = arithmetic.grade(guesses, answers)
     return {"exact_match": exact / len(answers), "digit_accuracy": digits / answers.numel(), "loss": loss}
 
@@ -141,11 +155,10 @@ def attention_maps(model, inputs):
 
 def prior(args, task, init, seed):
     """The supports of one run, one for each layer: 0/1, where the prior lets a token look."""
-    causal = args.mode == "autoregressive"
-    design = mask_priors.ARITHMETIC[args.mode][task]
-    supports = design(args.digits, args.depth, args.heads, args.order == "reversed")
+    designs = mask_priors.ARITHMETIC_LITERAL if init == "mask-literal" else mask_priors.ARITHMETIC
+    supports = designs[args.mode][task](args.digits, args.depth, args.heads, args.order == "reversed")
     if init == "mask-shuffled":
-        order = runs.generator(seed, "shuffle")
+        order, causal = runs.generator(seed, "shuffle"), args.mode == "autoregressive"
         supports = [mask_priors.shuffled(support, order, causal) for support in supports]
     return supports
 
@@ -167,7 +180,9 @@ def build(args, task, init, seed, inputs):
     supports = prior(args, task, init, seed)
     if init.startswith(("svd", "opt")):
         sample = torch.randperm(len(inputs), generator=runs.generator(seed, "sample"))[:256]
-        qk_init.apply_layerwise(getattr(qk_init, init[:3]), model, inputs[sample], supports)
+        gap = F.logsigmoid(torch.tensor(args.open)) - F.logsigmoid(torch.tensor(args.closed))  # as strong as the mask
+        method = functools.partial(qk_init.svd, gap=gap.item()) if init.startswith("svd") else qk_init.opt
+        qk_init.apply_layerwise(method, model, inputs[sample], supports)
     for block, support in zip(model.transformer.blocks, supports):
         attention, mask = block.attention, mask_priors.to_mask(support, args.open, args.closed)
         if init == "mask-zero":
@@ -192,15 +207,15 @@ def print_table(common, args_of, results):
     rows = []
     for (task, fraction), init in itertools.product(args_of, common.inits):
         these = [r["metrics"] for r in results
-                 if (r["task"], r["metrics"]["fraction"], r["init"]) == (task, fraction, init)]
+                 if (r["task"], r["config"]["fraction"], r["init"]) == (task, fraction, init)]
         cells = [runs.mean_std([m[name] for m in these]) for name in ("exact_match", "digit_accuracy", "loss")]
         steps = [runs.mean_std([m[name] for m in these], 0) for name in ("steps_to_75", "steps_to_99")]
         mass = [runs.mean_std([None if None in m[part] else min(m[part]) for m in these], 2)
                 for part in ("support_mass_init", "support_mass_final")]
-        paper = PAPER.get((task, init), ("-",) * 3)
-        if (args_of[task, fraction].digits, fraction) != (3, {"add": 0.004, "mul": 0.03}[task]):
-            paper = ("-",) * 3  # it has other problems
-        rows.append([f"{task} {fraction:.2%} {init}", *cells, *steps, " -> ".join(mass), *paper])
+        args = args_of[task, fraction]
+        same = (args.mode, args.digits, fraction) == ("one-pass", 3, PAPER_FRACTION.get(task))  # its problems
+        paper = PAPER.get((task, init), ("-",) * 3) if same else ("-",) * 3
+        rows.append([f"{task} {100 * fraction:g}% {init}", *cells, *steps, " -> ".join(mass), *paper])
     header = ["", "exact match", "digits", "loss", "steps to 75 %", "to 99 %", "support mass",
               "paper: exact", "digits", "loss"]
     print(f"\n{common.seeds} seed(s), mean +- standard deviation; support mass: the least layer's, start -> end")
@@ -219,8 +234,9 @@ def main(argv=None):
     for (task, fraction), args in args_of.items():
         try:
             arithmetic.split(fraction, args.digits)
+            prior(args, task, "mask", 0)
         except ValueError as error:
-            runs.fail(f"--fraction, {task}: {error}")
+            runs.fail(f"{task}: {error}")
     device = runs.pick_device(common.device)
     out = runs.open_out(common.out)
     finished = runs.read_results(out) if common.resume else {}
@@ -236,7 +252,7 @@ def main(argv=None):
 
         # data
         (inputs, answers), (prompts, goals) = load_problems(args, task)
-        name = f"{task} {fraction:.2%} {init} seed {seed}"
+        name = f"{task} {100 * fraction:g}% {init} seed {seed}"
         print(f"{name}: {args.digits} digits, {args.mode}, {len(inputs)} problems to learn from, {len(goals)} others "
               f"to be tested on, {args.steps} steps")
 
@@ -270,9 +286,10 @@ def main(argv=None):
             bar.update()
             diverged = not math.isfinite(loss.item())
             if step * EVALUATIONS // args.steps > (step - 1) * EVALUATIONS // args.steps:
-                point = scores(args, task, model, prompts[:PROBE], goals[:PROBE])
+                point = scores(args, task, model, prompts[-PROBE:], goals[-PROBE:])
                 masses = support_mass(attention_maps(model, few), supports, causal)
                 curve.append({"step": step, "train_loss": loss.item(), **point, "support_mass": masses})
+                diverged = diverged or not math.isfinite(point["loss"])
                 line = "step {step}: exact {exact_match:.2%}, digits {digit_accuracy:.2%}, loss {loss:.3f}"
                 runs.report(bar, name, line.format(**curve[-1]))
             if not diverged and (runs.interrupted() or step % 500 == 0):  # long runs can be taken up again
@@ -281,17 +298,16 @@ def main(argv=None):
         seconds = time.perf_counter() - start
 
         # evaluation
-        runs.save(checkpoint, {"model": model.state_dict(), "step": step})
         last_maps = attention_maps(model, few)
         metrics = scores(args, task, model, prompts, goals) | {
-            "evaluated": len(goals), "fraction": fraction, "mode": args.mode,
-            "readout": None if causal else args.readout,
+            "evaluated": len(goals), "fraction": fraction, "mode": args.mode, "readout": args.readout,
             "steps_to_75": first_step(curve, 0.75), "steps_to_99": first_step(curve, 0.99),
             "support_mass_init": support_mass(first_maps, supports, causal),
             "support_mass_final": support_mass(last_maps, supports, causal),
             "attention_shift": attention_shift(first_maps, last_maps),
             "mask_drift": mask_drift(first_masks, [mask.detach() for mask in masks(model).values()]),
         }
+        runs.save(checkpoint, {"model": model.state_dict(), "step": step})
         results.append(runs.record(out, args, "arith", task, init, seed, metrics=metrics, curve=curve, steps=step,
                                    seconds=seconds, params=parameter_counts(model), device=device, diverged=diverged))
         if diverged:

@@ -58,7 +58,7 @@ def parser():
     flags.add_argument("--head-dim", type=runs.whole(1, 2**16), help="width of a head")
     flags.add_argument("--mlp-dim", type=runs.whole(1, 2**16), help="width of the MLPs")
     flags.add_argument("--pooling", choices=["mean", "cls"], help="how the tokens become one output")
-    flags.add_argument("--position-std", type=runs.real(low=0), help="scale of the initial position codes")
+    flags.add_argument("--position-std", type=runs.real(low=0, high=1e6), help="scale of the initial position codes")
     flags.add_argument("--open", type=runs.real(), help="mask logit of an open pair")
     flags.add_argument("--closed", type=runs.real(), metavar="M",
                        help=f"mask logit of a closed pair, as --closed=-6 (mask-only: {ALONE_CLOSED:g}, always)")
@@ -278,8 +278,8 @@ def main(argv=None):
         seconds = time.perf_counter() - start
 
         # evaluation: the whole cube
-        runs.save(checkpoint, {"model": model.state_dict(), "step": step})
         metrics = evaluate(task, model, ids, target, seen, supports, few, first_maps, first_masks)
+        runs.save(checkpoint, {"model": model.state_dict(), "step": step})
         results.append(runs.record(out, args, "gotu", task, init, seed, metrics=metrics, curve=curve,
                                    steps=step, seconds=seconds, params=parameter_counts(model), device=device,
                                    diverged=diverged))

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tinymask import Encoder, boolean, mask_priors, qk_init
+from tinymask import Encoder, arithmetic, boolean, mask_priors, qk_init
 from tinymask.transformer import init_weights
 
 pytestmark = pytest.mark.gotu
@@ -166,13 +166,54 @@ def test_examples_in_the_docstrings():
 
 
 def test_addition_by_hand():
-    """Tokens a1 a0 b1 b0; the last of two heads looks one digit lower."""
-    first, *others = mask_priors.addition_support(2, 3, 2)
-    pairs, carry = first
-    assert torch.equal(pairs, torch.tensor([[1, 0, 1, 0], [0, 1, 0, 1], [1, 0, 1, 0], [0, 1, 0, 1]]).float())
-    assert torch.equal(carry, torch.tensor([[0, 1, 0, 1], [0, 1, 0, 1], [0, 1, 0, 1], [0, 1, 0, 1]]).float())
-    assert len(others) == 2 and all(torch.equal(first, other) for other in others)
-    assert torch.equal(mask_priors.addition_support(2, 1, 1)[0][0], pairs)
+    """Tokens a1 a0 b1 b0: pairs in layer 1; in layer 2 the second head looks one digit lower."""
+    first, second, third = mask_priors.addition_support(2, 3, 3)
+    pairs = torch.tensor([[1, 0, 1, 0], [0, 1, 0, 1], [1, 0, 1, 0], [0, 1, 0, 1]]).float()
+    carry = torch.tensor([[0, 1, 0, 1], [0, 1, 0, 1], [0, 1, 0, 1], [0, 1, 0, 1]]).float()
+    assert torch.equal(first, pairs) and torch.equal(second, torch.stack([pairs, carry, pairs]))
+    assert torch.equal(second, third)
+
+
+def test_the_paper_s_wording_by_hand():
+    """Tokens a1 a0 b1 b0: corresponding digits for a sum, all digits of the other number for a product."""
+    (add,), (mul,) = (mask_priors.ARITHMETIC_LITERAL["one-pass"][task](2, 1, 1) for task in ("add", "mul"))
+    assert add.argmax(-1).tolist() == [2, 3, 0, 1] and add.sum() == 4
+    assert torch.equal(mul, torch.tensor([[0, 0, 1, 1], [0, 0, 1, 1], [1, 1, 0, 0], [1, 1, 0, 0]]).float())
+
+
+def reaches(supports, tokens):
+    """Which token can have had an effect on which: (N, N), boolean; a row always keeps what it has."""
+    known = torch.eye(tokens)
+    for support in supports:
+        open_to_any = support.reshape(-1, tokens, tokens).amax(dim=0)
+        known = ((open_to_any + torch.eye(tokens)) @ known > 0).float()
+    return known.bool()
+
+
+@pytest.mark.parametrize("digits", [2, 3])
+def test_every_digit_that_matters_reaches_the_answer(digits):
+    """Digit k of an answer depends on the digits of significance k and below, of both operands."""
+    for task, heads, depth in (("add", 2, digits + 1), ("mul", 2, digits + 1), ("add", 4, 6), ("mul", 3, 6)):
+        known = reaches(mask_priors.ARITHMETIC["one-pass"][task](digits, depth, heads), 2 * digits)
+        for k, row in enumerate(reversed(arithmetic.answer_tokens(task, digits))):
+            for j in range(min(k + 1, digits)):
+                assert known[row, digits - 1 - j] and known[row, 2 * digits - 1 - j], (task, row, j)
+    for task, reverse in (("add", False), ("add", True), ("mul", False), ("mul", True)):
+        width = arithmetic.answer_width(task, digits)
+        support = mask_priors.ARITHMETIC["autoregressive"][task](digits, 2, 2, reverse)
+        known = reaches(support, 2 * digits + 1 + width)
+        assert all((layer.tril() == layer).all() for layer in support)
+        for t in range(width):
+            for j in range(min((t if reverse else width - 1 - t) + 1, digits)):
+                assert known[2 * digits + 1 + t, digits - 1 - j] and known[2 * digits + 1 + t, 2 * digits - j]
+
+
+@pytest.mark.parametrize("mode, task, depth, heads", [
+    ("one-pass", "add", 1, 4), ("one-pass", "add", 4, 1), ("one-pass", "mul", 3, 4), ("one-pass", "mul", 4, 1),
+    ("autoregressive", "add", 1, 4), ("autoregressive", "mul", 1, 4)])
+def test_a_model_too_small_for_the_prior_is_refused(mode, task, depth, heads):
+    with pytest.raises(ValueError, match="layers"):
+        mask_priors.ARITHMETIC[mode][task](3, depth, heads)
 
 
 def test_multiplication_by_hand():
@@ -184,7 +225,7 @@ def test_multiplication_by_hand():
     assert torch.equal(third, torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 1]]).float())
 
 
-@pytest.mark.parametrize("digits", [1, 2, 3])
+@pytest.mark.parametrize("digits", [2, 3])
 def test_multiplication_brings_every_product_to_its_column(digits):
     """Digit k of a product is made of the a_i b_j with i + j = k: each pair meets once, in the row for k."""
     layers = mask_priors.multiplication_support(digits, digits + 1, 4)
@@ -198,8 +239,7 @@ def test_multiplication_brings_every_product_to_its_column(digits):
     for i in range(digits):
         for j in range(digits):
             wanted.setdefault(i + j, set()).add((i, j))
-    if digits > 1:  # with one digit, column 0 and its own b_0 are the same token
-        assert met == wanted
+    assert met == wanted
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -208,18 +248,18 @@ def test_sequences_by_hand(reverse):
     def looks(support):
         return {row: set(columns.nonzero()[:, 0].tolist()) - {row} for row, columns in enumerate(support)}
 
-    (support,) = mask_priors.addition_sequence_support(2, 1, 3, reverse)
+    support, _ = mask_priors.addition_sequence_support(2, 2, 3, reverse)
     low, middle, top = {4}, {4, 3}, {4, 3}
     answers = (low, middle, top) if reverse else (top, middle, low)
     assert looks(support) == {0: set(), 1: set(), 2: set(), 3: {0}, 4: {1}} | dict(zip((5, 6, 7), answers))
-    (support,) = mask_priors.multiplication_sequence_support(2, 1, 3, reverse)
+    support, _ = mask_priors.multiplication_sequence_support(2, 2, 3, reverse)
     every = {0, 1, 3, 4}
     answers = ({1, 4}, every, every, every) if reverse else (every, every, every, {1, 4})
     assert looks(support) == {0: set(), 1: set(), 2: set(), 3: {0, 1}, 4: {0, 1}} | dict(zip((5, 6, 7, 8), answers))
 
 
 def test_shuffled_sequences_keep_their_sparsity_in_the_past():
-    support = mask_priors.addition_sequence_support(3, 1, 2, True)[0].repeat(2, 1, 1)
+    support = mask_priors.addition_sequence_support(3, 2, 2, True)[0].repeat(2, 1, 1)
     other = mask_priors.shuffled(support, torch.Generator().manual_seed(0), causal=True)
     assert torch.equal(other.sum(-1), support.sum(-1)) and not torch.equal(other, support)
     assert other.triu(1).sum() == 0

@@ -5,7 +5,8 @@ may attend to column (key) j. Then `to_mask` turns it into logits: +10 where ope
 (paper, table 7 and section G.1), which log sigmoid maps to -0.00005 and -10.00005.
 
 A row whose entries are all equal, all closed included, carries no prior: softmax ignores the shift
-and the row attends as in a plain model. So every support here says what *each* row does.
+and the row attends as in a plain model. So every support here says what *each* row does (if that it looks
+at all, as the highest digit of a product does for its carry, it has no prior, and is meant to have none).
 
 The designs follow the paper's principles (App. E): (1) open the interaction that the task is made of,
 (2) close the shortcut that fits the seen part only, (3) give heads different roles, (4) let layers
@@ -135,21 +136,21 @@ BOOLEAN_ALONE = BOOLEAN | {"threesym": threesym_alone_support}
 
 
 def addition_support(digits, depth, heads, reverse=False):
-    """One-pass addition, tokens a b: a digit looks at the digit of its significance, and at itself.
+    """One-pass addition, tokens a b: first the digits of one significance, then the carries.
 
-    Opened (1): the pair that is added. With two heads or more the last one looks at both digits of the
-    next lower significance instead, where the carry comes from (3); over the layers a carry travels as
-    far as it must (4). Closed (2): every other pair of digits.
+    Layer 1: a digit looks at the digit of its significance, and at itself (1). In the later layers every
+    second head looks at both digits of the next lower significance instead, where the carry comes from
+    (3); over these layers it travels as far as it must (4). Closed (2): every other pair of digits.
+    Raises ValueError for fewer than 2 heads or layers: nothing would carry.
     """
-    support = torch.eye(2 * digits).repeat(heads, 1, 1)
+    if heads < 2 or depth < 2:
+        raise ValueError(f"the prior of a sum needs 2 heads and 2 layers, got {heads} and {depth}")
     a, b = _digit_tokens(digits, second=digits)
+    pairs, lower = torch.eye(2 * digits), torch.eye(2 * digits)
     for k in range(digits):
-        support[:, [a[k], b[k]], [b[k], a[k]]] = 1
-        if heads > 1 and k > 0:
-            support[-1, [a[k], b[k]]] = 0
-            for row in (a[k], b[k]):
-                support[-1, row, [a[k - 1], b[k - 1]]] = 1
-    return [support] * depth
+        pairs[[a[k], b[k]], [b[k], a[k]]] = 1
+        lower[[a[k], b[k]]] = pairs[[a[k - 1], b[k - 1]]] if k else pairs[[a[k], b[k]]]
+    return [pairs] + [torch.stack([(pairs, lower)[head % 2] for head in range(heads)])] * (depth - 1)
 
 
 def multiplication_support(digits, depth, heads, reverse=False):
@@ -159,17 +160,31 @@ def multiplication_support(digits, depth, heads, reverse=False):
     i < n (1, 3) its first heads look at a_i and its last ones at b_{k-i}, the factors of the i-th partial
     product in column k; where there is none, at itself. In the layers after these (4) it looks at itself
     and at all columns below, where its carry comes from. Closed (2): every product of another column.
+    Raises ValueError for fewer than 2 heads or n + 1 layers.
     """
+    if heads < 2 or depth <= digits:
+        raise ValueError(f"the prior of a product needs 2 heads and {digits + 1} layers, got {heads} and {depth}")
     tokens, (a, b) = 2 * digits, _digit_tokens(digits, second=digits)
-    products = [torch.eye(tokens).repeat(heads, 1, 1) for _ in range(digits)]
+    products = torch.eye(tokens).repeat(digits, heads, 1, 1)
     for i, k in itertools.product(range(digits), range(tokens)):
         if 0 <= k - i < digits:
-            row, half = tokens - 1 - k, (heads + 1) // 2
-            products[i][:, row] = 0
-            products[i][:half, row, a[i]] = 1
-            products[i][half if heads > 1 else 0:, row, b[k - i]] = 1
+            row = products[i, :, tokens - 1 - k]  # (H, N)
+            row.zero_()
+            row[: heads // 2, a[i]] = 1
+            row[heads // 2:, b[k - i]] = 1
     carries = torch.ones(tokens, tokens).triu()
-    return (products + [carries] * depth)[:depth]
+    return list(products) + [carries] * (depth - digits)
+
+
+def addition_literal_support(digits, depth, heads, reverse=False):
+    """Addition in the paper's words: attention between corresponding digits of the two numbers only."""
+    return [torch.eye(2 * digits).roll(digits, dims=1)] * depth
+
+
+def multiplication_literal_support(digits, depth, heads, reverse=False):
+    """Multiplication in the paper's words: from every digit of a number to those of the other number."""
+    number = torch.arange(2 * digits) >= digits
+    return [(number[:, None] != number).float()] * depth
 
 
 def addition_sequence_support(digits, depth, heads, reverse=False):
@@ -178,7 +193,9 @@ def addition_sequence_support(digits, depth, heads, reverse=False):
     Every layer has the same: one layer brings the pairs together, the next ones collect what decides a
     digit, its own pair and the carries below. The row that gives a digit is that of the token before it.
     All other rows, and these too, look at themselves. reverse: the answer's lowest digit comes first.
+    Raises ValueError for fewer than 2 layers.
     """
+    _check_two_layers(depth)
     a, b = _digit_tokens(digits, second=digits + 1)
     support = torch.eye(3 * digits + 2)
     support[b, a] = 1
@@ -193,6 +210,7 @@ def multiplication_sequence_support(digits, depth, heads, reverse=False):
 
     Those of significance k and below, in both factors. Otherwise as `addition_sequence_support`.
     """
+    _check_two_layers(depth)
     a, b = _digit_tokens(digits, second=digits + 1)
     support = torch.eye(4 * digits + 1)
     for row in b:
@@ -208,10 +226,16 @@ def _digit_tokens(digits, second):
     return [digits - 1 - k for k in range(digits)], [second + digits - 1 - k for k in range(digits)]
 
 
+def _check_two_layers(depth):
+    if depth < 2:
+        raise ValueError("the prior of a sequence needs 2 layers: pairs of digits first, then the answer, got 1")
+
+
 ARITHMETIC = {
     "one-pass": {"add": addition_support, "mul": multiplication_support},
     "autoregressive": {"add": addition_sequence_support, "mul": multiplication_sequence_support},
 }
+ARITHMETIC_LITERAL = ARITHMETIC | {"one-pass": {"add": addition_literal_support, "mul": multiplication_literal_support}}
 
 
 # -- controls -------------------------------------------------------------------------------------

@@ -48,10 +48,7 @@ def curves(results, tasks, inits, path):
         axes[1, column].set(xlabel="step", ylim=(0, 1.03), xlim=(0, None))
     axes[0, 0].set_ylabel("mean squared error, unseen part")
     axes[1, 0].set_ylabel("attention on the support, last layer")
-    handles = {line.get_label(): line for ax in axes[0] for line in ax.get_lines()}
-    if handles:  # none where every run diverged
-        figure.legend(handles.values(), handles.keys(), frameon=False, loc="upper center", ncols=len(handles))
-    figure.tight_layout(rect=(0, 0, 1, 0.95))
+    _legend(figure, axes[0])
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -60,34 +57,30 @@ def learning(results, tasks, inits, path):
     """One row of panels a task: whole answers right against the step, one panel a fraction of the pairs, and
     where there are several fractions, against the fraction at the end.
 
-    results: lines of the arithmetic script. Lines are means over seeds, bands one standard deviation.
+    results: lines of the arithmetic script. Lines are means over seeds, bands and bars one standard deviation.
     """
     plt = pyplot()
-    fractions = {task: sorted({r["metrics"]["fraction"] for r in results if r["task"] == task}) for task in tasks}
+    fractions = {task: sorted({r["config"]["fraction"] for r in results if r["task"] == task}) for task in tasks}
     columns = max(len(of_task) + (len(of_task) > 1) for of_task in fractions.values())
-    figure, axes = plt.subplots(len(tasks), columns, figsize=(3.6 * columns + 0.6, 3.1 * len(tasks) + 0.4),
+    figure, axes = plt.subplots(len(tasks), columns, figsize=(3.6 * columns + 0.6, 3.1 * len(tasks) + 0.8),
                                 sharey=True, squeeze=False)
     for row, task in zip(axes, tasks):
-        for ax in row[len(fractions[task]) + (len(fractions[task]) > 1):]:
-            ax.set_visible(False)
-        for init in inits:
-            ends = {}
-            for ax, fraction in zip(row, fractions[task]):
-                runs = [r for r in results if (r["task"], r["init"], r["metrics"]["fraction"], r["diverged"])
+        row[0].set(ylabel="whole answers right", ylim=(-0.02, 1.02))
+        for ax in row[len(fractions[task]):]:
+            ax.set(title=f"{task}, at the end", xlabel="fraction of all pairs", xscale="log",
+                   visible=ax is row[len(fractions[task])] and len(fractions[task]) > 1)
+        for ax, fraction in zip(row, fractions[task]):
+            ax.set(title=f"{task}, {100 * fraction:g} % of all pairs", xlabel="step")
+            for init in inits:
+                runs = [r for r in results if (r["task"], r["init"], r["config"]["fraction"], r["diverged"])
                         == (task, init, fraction, False)]
                 if runs:
                     steps = [point["step"] for point in runs[0]["curve"]]
                     _band(ax, steps, [[point["exact_match"] for point in r["curve"]] for r in runs], init)
-                    ends[fraction] = [r["metrics"]["exact_match"] for r in runs]
-                ax.set(title=f"{task}, {fraction:.4g} of all pairs", xlabel="step", ylim=(-0.02, 1.02))
-            if len(fractions[task]) > 1 and len({len(end) for end in ends.values()}) == 1:
-                _band(row[len(fractions[task])], list(ends), list(zip(*ends.values())), init, marker="o")
-                row[len(fractions[task])].set(title=f"{task}, at the end", xlabel="fraction of all pairs", xscale="log")
-        row[0].set_ylabel("whole answers right")
-    handles = {line.get_label(): line for ax in axes.flat for line in ax.get_lines()}
-    if handles:
-        figure.legend(handles.values(), handles.keys(), frameon=False, loc="upper center", ncols=len(handles))
-    figure.tight_layout(rect=(0, 0, 1, 1 - 0.35 / figure.get_figheight()))
+                if runs and len(fractions[task]) > 1:
+                    mean, spread = _mean_std([[r["metrics"]["exact_match"]] for r in runs])
+                    row[len(fractions[task])].errorbar([fraction], mean, spread, fmt="o", color=COLOURS[init])
+    _legend(figure, axes.flat)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -137,11 +130,26 @@ def dots(groups, inits, titles, path):
     plt.close(figure)
 
 
-def _band(ax, x, rows, init, marker=None):
+def _band(ax, x, rows, init):
     """The mean of rows, a line, and one standard deviation about it, a band."""
+    mean, spread = _mean_std(rows)
+    ax.plot(x, mean, color=COLOURS[init], label=init)
+    ax.fill_between(x, mean - spread, mean + spread, color=COLOURS[init], alpha=0.15, linewidth=0)
+
+
+def _mean_std(rows):
     import numpy
 
     rows = numpy.array(rows, dtype=float)
-    mean, spread = rows.mean(axis=0), rows.std(axis=0, ddof=1) if len(rows) > 1 else 0 * rows[0]
-    ax.plot(x, mean, color=COLOURS[init], label=init, marker=marker)
-    ax.fill_between(x, mean - spread, mean + spread, color=COLOURS[init], alpha=0.15, linewidth=0)
+    return rows.mean(axis=0), rows.std(axis=0, ddof=1) if len(rows) > 1 else 0 * rows[0]
+
+
+def _legend(figure, axes):
+    """One legend above all panels, in as many rows as it needs."""
+    handles = {line.get_label(): line for ax in axes for line in ax.get_lines() if line.get_label()[0] != "_"}
+    columns = max(1, int(figure.get_figwidth() / 1.4))
+    if handles:  # none where every run diverged
+        figure.legend(handles.values(), handles.keys(), frameon=False, loc="upper center",
+                      ncols=min(columns, len(handles)))
+    lines = -(-len(handles) // columns)
+    figure.tight_layout(rect=(0, 0, 1, 1 - (0.05 + 0.22 * lines) / figure.get_figheight()))

@@ -75,7 +75,7 @@ def opt(attention, x, support, steps=500, lr=0.05):
 
 
 def apply_layerwise(method, model, ids, supports):
-    """Set query and key of every layer of an Encoder by `svd` or `opt`, first layer first.
+    """Set query and key of every layer of an Encoder or GPT by `svd` or `opt`, first layer first.
 
     Each layer is solved on what the layers before it, already set, make of ids (B, N). supports: one
     for each layer. Nothing else in the model changes.

@@ -52,16 +52,17 @@ def whole(low, high=2**31 - 1):
     return convert
 
 
-def real(low=-math.inf, above=-math.inf):
-    """argparse type: a finite number that is at least low and greater than above."""
+def real(low=-math.inf, above=-math.inf, high=1e30):
+    """argparse type: a finite number that is at least low, greater than above and at most high."""
 
     def convert(text):
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not (abs(value) <= 1e30 and value >= low and value > above):  # inside float32
+        if not (abs(value) <= high and value >= low and value > above):  # 1e30: inside float32
             limits = [f"at least {low:g}"] * (low > -math.inf) + [f"above {above:g}"] * (above > -math.inf)
+            limits += [f"at most {high:g}"] * (high < 1e30)
             raise argparse.ArgumentTypeError(
                 " ".join(["wanted a finite number", *limits]) + f", got {text!r}"
             )
