@@ -195,7 +195,7 @@ def test_divergence_is_recorded(tmp_path, capsys):
 
 def test_the_paper_s_figures_stand_beside_its_own_problems_only(capsys):
     def cells(*flags):
-        args = train_arith.settings(["--inits", "mask", "--tasks", "add", *flags], "add")
+        args = train_arith.settings(["--inits", "mask", "--fraction", "0.004", *flags], "add")
         train_arith.print_table(args, {("add", args.fraction[0]): args}, [])
         return capsys.readouterr().out.splitlines()[-1].split()[-3:]
 
@@ -243,9 +243,11 @@ def test_paper_preset_builds():
 
 @pytest.mark.slow
 def test_the_claim_on_addition(tmp_path):
-    """The default command's recipe: the mask gets there in fewer steps."""
-    default, mask = train_arith.main(["--tasks", "add", "--inits", "default", "mask", "--out", str(tmp_path)])
-    assert mask["metrics"]["exact_match"] > max(0.9, default["metrics"]["exact_match"])
+    """The default command's recipe: the mask needs fewer pairs, and fewer steps."""
+    results = train_arith.main(["--tasks", "add", "--inits", "default", "mask", "--out", str(tmp_path)])
+    few, many = {r["init"]: r["metrics"] for r in results[:2]}, {r["init"]: r["metrics"] for r in results[2:]}
+    assert few["mask"]["exact_match"] > few["default"]["exact_match"] + 0.2
+    assert many["mask"]["exact_match"] > 0.99 and many["mask"]["steps_to_75"] < many["default"]["steps_to_75"]
 
 
 def test_plot(tmp_path):
