@@ -84,6 +84,8 @@ def settings(argv, task):
     for flag, mode in (("order", "autoregressive"), ("readout", "one-pass")):
         if getattr(given, flag) and given.mode != mode:
             runs.fail(f"--{flag} {getattr(given, flag)}: only with --mode {mode}")
+    if "mask-literal" in given.inits and given.mode != "one-pass":
+        runs.fail("--inits mask-literal: only with --mode one-pass, the paper's")
     presets = {name: preset | OF_TASK[name].get(task, {}) for name, preset in PRESETS.items()}
     args = runs.parse(parser(), argv, presets, SMOKE)
     if args.mode == "autoregressive":
@@ -155,8 +157,8 @@ def attention_maps(model, inputs):
 
 def prior(args, task, init, seed):
     """The supports of one run, one for each layer: 0/1, where the prior lets a token look."""
-    designs = mask_priors.ARITHMETIC_LITERAL if init == "mask-literal" else mask_priors.ARITHMETIC
-    supports = designs[args.mode][task](args.digits, args.depth, args.heads, args.order == "reversed")
+    designs = mask_priors.ARITHMETIC_LITERAL if init == "mask-literal" else mask_priors.ARITHMETIC[args.mode]
+    supports = designs[task](args.digits, args.depth, args.heads, args.order == "reversed")
     if init == "mask-shuffled":
         order, causal = runs.generator(seed, "shuffle"), args.mode == "autoregressive"
         supports = [mask_priors.shuffled(support, order, causal) for support in supports]
@@ -213,7 +215,7 @@ def print_table(common, args_of, results):
         mass = [runs.mean_std([None if None in m[part] else min(m[part]) for m in these], 2)
                 for part in ("support_mass_init", "support_mass_final")]
         args = args_of[task, fraction]
-        same = (args.mode, args.digits, fraction) == ("one-pass", 3, PAPER_FRACTION.get(task))  # its problems
+        same = (args.mode, args.digits, fraction, args.smoke) == ("one-pass", 3, PAPER_FRACTION.get(task), False)
         paper = PAPER.get((task, init), ("-",) * 3) if same else ("-",) * 3
         rows.append([f"{task} {100 * fraction:g}% {init}", *cells, *steps, " -> ".join(mass), *paper])
     header = ["", "exact match", "digits", "loss", "steps to 75 %", "to 99 %", "support mass",
@@ -234,9 +236,13 @@ def main(argv=None):
     for (task, fraction), args in args_of.items():
         try:
             arithmetic.split(fraction, args.digits)
-            prior(args, task, "mask", 0)
         except ValueError as error:
-            runs.fail(f"{task}: {error}")
+            runs.fail(f"--fraction, {task}: {error}")
+        try:
+            for init in common.inits:
+                prior(args, task, init, 0)
+        except ValueError as error:
+            runs.fail(f"--heads, --depth, {task}: {error}")
     device = runs.pick_device(common.device)
     out = runs.open_out(common.out)
     finished = runs.read_results(out) if common.resume else {}

@@ -1,7 +1,7 @@
 """The benchmark runs and measures what it says; no test asserts a time."""
 import pytest
 
-from tinymask import bench
+from tinymask import bench, runs
 from tinymask.transformer import Transformer
 
 pytestmark = pytest.mark.attention
@@ -25,6 +25,17 @@ def test_table(capsys, monkeypatch):
     bench.main(["--repeats", "2"])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 5 and [line.split()[1] for line in lines[3:]] == ["5", "9"]
+
+
+def test_ctrl_c_stops_it(monkeypatch):
+    monkeypatch.setattr(runs, "interrupted", lambda: True)
+    with pytest.raises(KeyboardInterrupt):
+        bench.overhead((2, 5, 8, 2, 2, 4), 2)
+
+
+def test_memory_is_measured_in_processes_of_their_own():
+    plain, masked = bench.memory((1, 2, 4, 1, 1, 4))
+    assert plain >= 0 and masked >= 0
 
 
 def test_peak_memory_grows_with_the_batch():

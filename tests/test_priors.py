@@ -176,7 +176,7 @@ def test_addition_by_hand():
 
 def test_the_paper_s_wording_by_hand():
     """Tokens a1 a0 b1 b0: corresponding digits for a sum, all digits of the other number for a product."""
-    (add,), (mul,) = (mask_priors.ARITHMETIC_LITERAL["one-pass"][task](2, 1, 1) for task in ("add", "mul"))
+    (add,), (mul,) = (mask_priors.ARITHMETIC_LITERAL[task](2, 1, 1) for task in ("add", "mul"))
     assert add.argmax(-1).tolist() == [2, 3, 0, 1] and add.sum() == 4
     assert torch.equal(mul, torch.tensor([[0, 0, 1, 1], [0, 0, 1, 1], [1, 1, 0, 0], [1, 1, 0, 0]]).float())
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import train_arith
 import train_gotu
 from tinymask import pictures, runs
 
@@ -20,7 +21,7 @@ MAIN = ["default", "svd", "opt", "mask", "mask-only", "mask-literal"]  # control
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def gotu_lines(name="gotu.jsonl"):
+def lines_of(name="gotu.jsonl"):
     text = (ROOT / "results" / name).read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]
 
@@ -70,7 +71,7 @@ def percent(these, name):
 
 def gotu_rows():
     """The main table."""
-    rows, groups = [], by(gotu_lines(), "task", "init")
+    rows, groups = [], by(lines_of(), "task", "init")
     for task, init in [(task, init) for task in train_gotu.TASKS for init in MAIN if (task, init) in groups]:
         these = groups[task, init]
         accuracy, mse = train_gotu.PAPER.get((task, init), (None, "-"))
@@ -84,8 +85,8 @@ def gotu_rows():
 
 def control_rows():
     """One row a control: solved seeds, mse, and the least support at the end, for each task."""
-    rows, groups = [], by(gotu_lines("gotu-controls.jsonl"), "task", "init")
-    first = by([r for r in gotu_lines() if r["seed"] < 3], "task", "init")
+    rows, groups = [], by(lines_of("gotu-controls.jsonl"), "task", "init")
+    first = by([r for r in lines_of() if r["seed"] < 3], "task", "init")
     for init in ["default", "svd", "opt", "mask", *train_gotu.CONTROLS]:
         cells = []
         for task in train_gotu.TASKS:
@@ -112,9 +113,9 @@ def changed(result):
 
 def map_settings():
     """Of the map: flags that a setting changes -> (task, init) -> its three result lines; first, none changed."""
-    usual = [r for r in gotu_lines() if r["seed"] < 3 and r["task"] in ("2parity", "majority")]
+    usual = [r for r in lines_of() if r["seed"] < 3 and r["task"] in ("2parity", "majority")]
     settings = {}
-    for line in usual + gotu_lines("gotu-map.jsonl"):
+    for line in usual + lines_of("gotu-map.jsonl"):
         settings.setdefault(changed(line), []).append(line)
     return {flags: by(lines, "task", "init") for flags, lines in settings.items()}
 
@@ -134,14 +135,19 @@ def map_rows():
 
 def gotu_facts():
     """Figures in the README's prose, each as the text that must stand there."""
-    lines, default = gotu_lines(), gotu_lines("gotu-default.jsonl")
+    lines, default = lines_of(), lines_of("gotu-default.jsonl")
     runs_of = by(lines, "task", "init")
     worst = {key: max(r["metrics"]["mse_all"] for r in these) for key, these in runs_of.items()}
     drift = {name: statistics.fmean(r["metrics"]["mask_drift"] for r in these) for name, these in (
         ("adam", runs_of["2parity", "mask"]),
-        ("sgd", [r for r in gotu_lines("gotu-map.jsonl") if r["config"]["optimizer"] == "sgd"
+        ("sgd", [r for r in lines_of("gotu-map.jsonl") if r["config"]["optimizer"] == "sgd"
                  and (r["task"], r["init"]) == ("2parity", "mask")]))}
+    least = {size: statistics.fmean(min(r["metrics"]["support_mass_init"]) for r in lines_of("gotu-map.jsonl")
+                                    if (r["task"], r["init"], r["config"]["head_dim"]) == ("2parity", "svd", size)
+                                    and changed(r) == f"--head-dim {size}") for size in (8, 4)}
+    full = statistics.fmean(min(r["metrics"]["support_mass_init"]) for r in runs_of["2parity", "svd"])
     return [
+        f"from {full:.2f} with heads of 16 to {least[8]:.2f} with 8 and {least[4]:.2f} with 4",
         f"{worst['2parity', 'mask']:.4f} on 2Parity, {worst['majority', 'mask']:.4f} on Majority and "
         f"{worst['cyclic3', 'mask']:.4f} on Cyclic3",
         f"worst seed of ThreeSym: {worst['threesym', 'mask-only']:.4f}",
@@ -163,24 +169,24 @@ def test_gotu_rows_and_facts_stand_in_the_readme():
 def test_the_map_and_the_controls_are_three_seeds_each():
     for name in ("gotu-map.jsonl", "gotu-controls.jsonl"):
         groups = {}
-        for line in gotu_lines(name):
+        for line in lines_of(name):
             assert line["complete"] and line["config"]["preset"] == "small"
             assert not line["diverged"] or line["config"]["optimizer"] == "sgd"
             groups.setdefault((changed(line), line["task"], line["init"]), []).append(line["seed"])
         assert all(sorted(seeds) == [0, 1, 2] for seeds in groups.values())
-    assert not any(changed(line) for line in gotu_lines("gotu-controls.jsonl"))
+    assert not any(changed(line) for line in lines_of("gotu-controls.jsonl"))
 
 
 def test_quick_start_shows_lines_of_the_default_command(capsys):
     args = train_gotu.settings([], None)
-    train_gotu.print_table(args, gotu_lines("gotu-default.jsonl"))
+    train_gotu.print_table(args, lines_of("gotu-default.jsonl"))
     printed = capsys.readouterr().out.splitlines()
     quoted = [line[4:] for line in README.splitlines() if line.startswith("    2parity ") or "unseen acc " in line]
     assert len(quoted) == 3 and all(line in printed for line in quoted)
 
 
 def test_reference_runs_are_ten_seeds_of_the_default_settings():
-    lines = gotu_lines()
+    lines = lines_of()
     cells = {(r["task"], r["init"], r["seed"]) for r in lines}
     assert len(lines) == len(cells) == 10 * len({cell[:2] for cell in cells})
     for result in lines:
@@ -198,11 +204,12 @@ def test_the_cost_of_a_mask_in_the_readme_is_the_committed_measurement():
 
 
 def test_every_flag_in_the_readme_exists():
-    known = set(train_gotu.parser()._option_string_actions)
-    commands = re.findall(r"python train_gotu\.py[^\n`|]*", README)
-    assert commands
-    for command in commands:
-        assert set(re.findall(r"--[a-z-]+", command)) <= known, command
+    for script in (train_gotu, train_arith):
+        known = set(script.parser()._option_string_actions)
+        commands = re.findall(rf"python {script.__name__}\.py[^\n`|]*", README)
+        assert commands
+        for command in commands:
+            assert set(re.findall(r"--[a-z-]+", command)) <= known, command
 
 
 def test_the_readme_s_test_command_is_what_ci_runs():
@@ -212,7 +219,7 @@ def test_the_readme_s_test_command_is_what_ci_runs():
 def draw_map(path):
     """The map as a figure: `PYTHONPATH=. python tests/test_readme.py results/gotu-map.png`."""
     groups = [(flags or "as above", {key: [r["metrics"]["mse_all"] for r in these] for key, these in runs_of.items()})
-              for flags, runs_of in map_settings().items()]
+              for flags, runs_of in map_settings().items() if flags.count("--") < 3 and " --position-std" not in flags]
     pictures.dots(groups, ["default", "svd", "mask"], ["2parity", "majority"], path)
 
 

@@ -146,10 +146,11 @@ def test_result_lines_that_are_not_whole_are_passed_over(tmp_path):
 
 def test_auto_device_and_missing_devices(capsys):
     assert runs.pick_device("auto").type in ("cpu", "cuda", "mps")
-    for name in ("tpu", "cuda:99", "meta", "", "cpu:x"):
+    for name in ("tpu", "gpu", "cuda:99", "meta", "", "cpu:x"):
         with pytest.raises(SystemExit) as stop:
             runs.pick_device(name)
-        assert stop.value.code == 2 and f"--device {name}" in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert stop.value.code == 2 and f"--device {name}" in error and len(error) < 120
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Unix paths")
@@ -162,6 +163,13 @@ def test_unusable_out(bad, tmp_path, capsys):
         runs.open_out(target)
     assert stop.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1
     assert (tmp_path / "FILE").read_text(encoding="utf-8") == "keep"
+
+
+def test_a_smoke_run_stays_apart_from_real_results():
+    flags = runs.parser("train_x.py", "", ["a"], ["b"], {"small": {"steps": 3}})
+    parse = lambda *argv: runs.parse(flags, argv, {"small": {"steps": 3}}, {"steps": 1})  # noqa: E731
+    assert parse().out == "runs/x" and parse("--smoke").out == "runs/x-smoke"
+    assert parse("--smoke", "--out", "y").out == "y" and parse("--smoke").steps == 1
 
 
 def test_out_with_spaces_and_umlauts(tmp_path):

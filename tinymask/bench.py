@@ -10,8 +10,10 @@ import argparse
 import multiprocessing
 import statistics
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 import torch
+from tqdm import tqdm
 
 from tinymask import runs
 from tinymask.transformer import Transformer, init_weights, parameter_groups
@@ -63,8 +65,11 @@ def peak_mb(size, masked):
 
 def memory(size):
     """`peak_mb` of plain and masked; to be called before this process grows, for Linux hands the peak down."""
-    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        return [pool.apply(peak_mb, (size, masked)) for masked in (False, True)]
+    megabytes = []
+    for masked in (False, True):
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            megabytes.append(pool.submit(peak_mb, size, masked).result())
+    return megabytes
 
 
 def overhead(size, repeats):
@@ -72,7 +77,11 @@ def overhead(size, repeats):
     plain, masked = (training_step(size, kind) for kind in (False, True))
     for step in (plain, masked) * 3:  # warm up
         step()
-    pairs = [(seconds(plain), seconds(masked)) for _ in range(repeats)]
+    pairs = []
+    for _ in range(repeats):
+        if runs.interrupted():  # Ctrl-C
+            raise KeyboardInterrupt
+        pairs.append((seconds(plain), seconds(masked)))
     plain_ms = 1e3 * statistics.median(a for a, _ in pairs)
     return [plain_ms, *(100 * (q - 1) for q in statistics.quantiles((b / a for a, b in pairs), n=4))]
 
@@ -86,9 +95,9 @@ def main(argv=None):
     args = flags.parse_args(argv)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {args.repeats} pairs of steps a size")
     header = ["batch", "tokens", "plain ms", "overhead", "quartiles", "plain MB", "masked MB"]
-    megabytes = [memory(size) for size in SIZES]
+    megabytes = [memory(size) for size in tqdm(SIZES, desc="memory", disable=None, leave=False)]
     rows = []
-    for size, (plain, masked) in zip(SIZES, megabytes):
+    for size, (plain, masked) in zip(tqdm(SIZES, desc="time", disable=None, leave=False), megabytes):
         ms, low, middle, high = overhead(size, args.repeats)
         rows.append([*size[:2], f"{ms:.1f}", f"{middle:+.1f} %", f"{low:+.1f} to {high:+.1f} %",
                      runs.mean_std([plain], 0), runs.mean_std([masked], 0)])

@@ -34,7 +34,7 @@ def threesym(x):
     return x[:, 0] * x[:, 1] - 1.25 * x[:, 1] * x[:, 2] + 1.5 * x[:, 2] * x[:, 0]
 
 
-# name -> (f, where the cube is seen, true for targets of +-1 whose sign is the answer)
+# name -> (f, where the cube is seen); what counts as a right answer stands in `accuracy`
 TASKS = {
     "2parity": (parity2, lambda x: x[:, :2].amax(dim=1) == 1),
     "majority": (majority3, lambda x: x[:, :2].amax(dim=1) == 1),

@@ -228,14 +228,14 @@ def _digit_tokens(digits, second):
 
 def _check_two_layers(depth):
     if depth < 2:
-        raise ValueError("the prior of a sequence needs 2 layers: pairs of digits first, then the answer, got 1")
+        raise ValueError("the prior of a sequence needs 2 layers, for pairs of digits and for the answer, got 1")
 
 
 ARITHMETIC = {
     "one-pass": {"add": addition_support, "mul": multiplication_support},
     "autoregressive": {"add": addition_sequence_support, "mul": multiplication_sequence_support},
 }
-ARITHMETIC_LITERAL = ARITHMETIC | {"one-pass": {"add": addition_literal_support, "mul": multiplication_literal_support}}
+ARITHMETIC_LITERAL = {"add": addition_literal_support, "mul": multiplication_literal_support}  # one-pass
 
 
 # -- controls -------------------------------------------------------------------------------------

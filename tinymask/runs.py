@@ -1,4 +1,4 @@
-"""What the four scripts share and nobody comes to read: flags, device, result lines, checkpoints, tables.
+"""What the scripts share and nobody comes to read: flags, device, result lines, checkpoints, tables.
 
 Functions only, and none of them takes a loop body: the training loops stand in the scripts.
 """
@@ -111,6 +111,8 @@ def parse(flags, argv, presets, smoke):
             setattr(args, name, value)
     if args.mask_lr is None:
         args.mask_lr = args.lr
+    if args.smoke and args.out == flags.get_default("out"):
+        args.out += "-smoke"  # apart from real results
     for name in ("tasks", "inits"):
         setattr(args, name, list(dict.fromkeys(getattr(args, name))))  # named twice, run once
     return args
@@ -118,12 +120,12 @@ def parse(flags, argv, presets, smoke):
 
 def pick_device(name):
     """torch.device of --device. A named device that is missing is an error, not a silent fallback."""
+    if name.split(":")[0] not in ("auto", "cpu", "cuda", "mps"):
+        fail(f"--device {name}: wanted auto, cpu, cuda, cuda:N or mps")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         chosen = torch.device(name)
-        if chosen.type not in ("cpu", "cuda", "mps"):
-            raise ValueError("wanted auto, cpu, cuda, cuda:N or mps")
         torch.zeros(1, device=chosen)
     except Exception as error:  # torch raises many kinds here, RuntimeError and AssertionError among them
         fail(f"--device {name}: {first_line(error)}")
