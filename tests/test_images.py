@@ -1,0 +1,210 @@
+"""Image sets from files of the exact official layout, the built-in sets, and augmentation."""
+import hashlib
+import io
+import tarfile
+
+import numpy
+import pytest
+import torch
+
+from tinymask import images
+
+pytestmark = pytest.mark.vit
+
+
+def records(name, count, seed=0):
+    """Random labels and pixels, and the bytes of a file that holds them."""
+    draw = numpy.random.default_rng(seed)
+    about = images.CIFAR[name]
+    labels = draw.integers(0, about["classes"], (count, 1), dtype=numpy.uint8)
+    coarse = draw.integers(0, 20, (count, about["label_bytes"] - 1), dtype=numpy.uint8)
+    pixels = draw.integers(0, 256, (count, 3072), dtype=numpy.uint8)
+    return labels[:, 0], pixels.reshape(count, 3, 32, 32), numpy.hstack([coarse, labels, pixels]).tobytes()
+
+
+def write(name, folder, files, archive):
+    """Files (name -> bytes) as the extracted folder in `folder`, or as the archive."""
+    about = images.CIFAR[name]
+    if not archive:
+        (folder / about["folder"]).mkdir(parents=True)
+        for file, data in files.items():
+            (folder / about["folder"] / file).write_bytes(data)
+        return folder / about["folder"]
+    with tarfile.open(folder / about["archive"], "w:gz") as tar:
+        for file, data in files.items():
+            member = tarfile.TarInfo(f"{about['folder']}/{file}")
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return folder / about["archive"]
+
+
+@pytest.mark.parametrize("archive", [False, True])
+def test_cifar10_layout(archive, tmp_path):
+    """Five batch files in order, a test file, and the text files that lie beside them."""
+    parts = [records("cifar10", 7, seed) for seed in range(5)]
+    test = records("cifar10", 5, 9)
+    files = {f"data_batch_{k + 1}.bin": part[2] for k, part in enumerate(parts)}
+    files = dict(reversed(files.items())) | {"test_batch.bin": test[2], "batches.meta.txt": b"cat\n"}
+    write("cifar10", tmp_path, files, archive)
+    x, y, test_x, test_y = images.load_cifar("cifar10", tmp_path)
+    assert x.shape == (35, 3, 32, 32) and x.dtype == torch.uint8 and y.dtype == torch.int64
+    assert numpy.array_equal(x, numpy.concatenate([part[1] for part in parts]))
+    assert y.tolist() == [int(label) for part in parts for label in part[0]]
+    assert numpy.array_equal(test_x, test[1]) and test_y.tolist() == test[0].tolist()
+
+
+@pytest.mark.parametrize("archive", [False, True])
+def test_cifar100_takes_the_fine_label(archive, tmp_path):
+    train, test = records("cifar100", 11), records("cifar100", 3, 1)
+    write("cifar100", tmp_path, {"train.bin": train[2], "test.bin": test[2], "fine_label_names.txt": b""}, archive)
+    x, y, test_x, test_y = images.load_cifar("cifar100", tmp_path)
+    assert numpy.array_equal(x, train[1]) and y.tolist() == train[0].tolist() and max(y) >= 20
+    assert numpy.array_equal(test_x, test[1]) and test_y.tolist() == test[0].tolist()
+
+
+def test_planes_and_rows_by_hand(tmp_path):
+    """A record is the label, then the red, green and blue plane, each row by row."""
+    pixels = numpy.zeros(3072, dtype=numpy.uint8)
+    pixels[[1, 1024 + 32, 2048 + 1023]] = 10, 20, 30  # red (0, 1), green (1, 0), blue (31, 31)
+    data = bytes([7]) + pixels.tobytes()
+    write("cifar10", tmp_path, {"data_batch_1.bin": data, "test_batch.bin": data}, False)
+    x, y, *_ = images.load_cifar("cifar10", tmp_path)
+    assert y.tolist() == [7] and (x[0, 0, 0, 1], x[0, 1, 1, 0], x[0, 2, 31, 31]) == (10, 20, 30) and x.sum() == 60
+
+
+def test_a_folder_wins_over_an_archive(tmp_path):
+    mine, other = records("cifar100", 2), records("cifar100", 9)
+    write("cifar100", tmp_path, {"train.bin": other[2], "test.bin": other[2]}, True)
+    write("cifar100", tmp_path, {"train.bin": mine[2], "test.bin": mine[2]}, False)
+    assert len(images.load_cifar("cifar100", tmp_path)[0]) == 2
+
+
+def bad_file(tmp_path, data, archive, name="cifar10"):
+    files = {"data_batch_1.bin": data, "test_batch.bin": records("cifar10", 1)[2]}
+    return write(name, tmp_path, files, archive)
+
+
+@pytest.mark.parametrize("archive", [False, True])
+@pytest.mark.parametrize("data, said", [(b"", "0 bytes"), (records("cifar10", 2)[2][:-1], "6,145 bytes"),
+                                        (bytes([10]) + bytes(3072), "record 0 has label 10")])
+def test_a_bad_file_is_named_with_what_was_wanted(data, said, archive, tmp_path):
+    source = bad_file(tmp_path, data, archive)
+    with pytest.raises(ValueError, match=said) as error:
+        images.load_cifar("cifar10", tmp_path)
+    assert f"{source}/data_batch_1.bin" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_missing_truncated_and_foreign_archives(tmp_path):
+    with pytest.raises(FileNotFoundError, match="cifar-10-binary.tar.gz") as error:
+        images.load_cifar("cifar10", tmp_path)
+    assert "170,052,171" in str(error.value) and images.BASE in str(error.value) and "--download" in str(error.value)
+    archive = bad_file(tmp_path, records("cifar10", 40)[2], True)
+    whole = archive.read_bytes()
+    for data in (whole[: len(whole) // 2], b"", b"<html>503</html>"):
+        archive.write_bytes(data)
+        with pytest.raises(ValueError, match="delete it") as error:
+            images.load_cifar("cifar10", tmp_path)
+        assert str(archive) in str(error.value) and "\n" not in str(error.value)
+    folder = write("cifar10", tmp_path, {"data_batch_1.bin": records("cifar10", 1)[2]}, False)
+    with pytest.raises(ValueError, match="no test file") as error:
+        images.load_cifar("cifar10", tmp_path)
+    assert str(folder) in str(error.value)
+
+
+def test_the_checksum_is_asked_of_official_archives_only(tmp_path):
+    archive = tmp_path / "x.tar.gz"
+    archive.write_bytes(b"abc")
+    about = dict(size=3, sha256=hashlib.sha256(b"abc").hexdigest())
+    images.check_archive(archive, about)
+    images.check_archive(archive, about | {"size": 4, "sha256": "0"})  # another size: somebody's own
+    with pytest.raises(ValueError, match="sha256"):
+        images.check_archive(archive, about | {"sha256": "0"})
+
+
+def served(monkeypatch, tmp_path, data, sha256):
+    """The download of a set, from a file instead of the network."""
+    source = tmp_path / "source"
+    source.write_bytes(data)
+    monkeypatch.setitem(images.CIFAR, "cifar10", images.CIFAR["cifar10"] | {"size": 5, "sha256": sha256})
+    monkeypatch.setattr(images.urllib.request, "urlopen", lambda request, timeout: open(source, "rb"))
+    images.download("cifar10", tmp_path / "data")
+
+
+def test_download(monkeypatch, tmp_path):
+    served(monkeypatch, tmp_path, b"12345", hashlib.sha256(b"12345").hexdigest())
+    assert (tmp_path / "data" / "cifar-10-binary.tar.gz").read_bytes() == b"12345"
+    monkeypatch.setattr(images.urllib.request, "urlopen", None)  # it is there: not asked again
+    images.download("cifar10", tmp_path / "data")
+
+
+@pytest.mark.parametrize("data, sha256", [(b"123", "0"), (b"12345", "0")])
+def test_a_bad_download_leaves_nothing(monkeypatch, tmp_path, data, sha256):
+    with pytest.raises(ValueError, match="by hand"):
+        served(monkeypatch, tmp_path, data, sha256)
+    assert not list((tmp_path / "data").iterdir())
+
+
+@pytest.mark.parametrize("relation", ["local", "global"])
+def test_builtin_labels_can_be_read_off_the_image(relation):
+    """Find the mark, look where the set's rule says, and compare with every texture."""
+    train_x, train_y, x, y = images.builtin(relation, train=20, test=200, seed=3)
+    assert x.shape == (200, 3, 32, 32) and train_x.shape[0] == len(train_y) == 20
+    textures = torch.randint(0, 200, (10, 3, 4, 4), generator=torch.Generator().manual_seed(3))
+    bars = {(-1, 0): (slice(0, 1), slice(0, 4)), (0, 1): (slice(0, 4), slice(3, 4)),
+            (1, 0): (slice(3, 4), slice(0, 4)), (0, -1): (slice(0, 4), slice(0, 1))}
+    for image, label in zip(x, y):
+        tiles = image.reshape(3, 8, 4, 8, 4).permute(1, 3, 0, 2, 4)  # (8, 8, 3, 4, 4)
+        white = {(r, c): step for r in range(8) for c in range(8) for step, (rows, columns) in bars.items()
+                 if tiles[r, c][:, rows, columns].min() >= 235}
+        ((row, column), step), = white.items()
+        there = (row + step[0], column + step[1]) if relation == "local" else (7 - row, 7 - column)
+        distance = (tiles[there].float() - textures).abs().mean(dim=(1, 2, 3))
+        assert distance.argmin() == label and distance.min() < 15
+
+
+def test_builtin_sets_are_repeatable_and_differ_in_their_labels_alone():
+    local, again, far = (images.builtin(relation, 300, 10) for relation in ("local", "local", "global"))
+    assert torch.equal(local[0], again[0]) and torch.equal(local[0], far[0])
+    assert (local[1] == far[1]).float().mean() < 0.2 and set(local[1].tolist()) == set(range(10))
+    with pytest.raises(ValueError, match="relation"):
+        images.builtin("near")
+
+
+def test_flip_and_crop_by_hand():
+    generator = torch.Generator().manual_seed(0)
+    image = torch.arange(1, 17, dtype=torch.uint8).reshape(1, 1, 4, 4).expand(400, 3, 4, 4)
+    out = images.flip_and_crop(image, generator, pad=1)
+    padded = torch.nn.functional.pad(image[0, 0], (1,) * 4)
+    mirrored = torch.nn.functional.pad(image[0, 0].flip(-1), (1,) * 4)
+    windows = {tuple(source[r:r + 4, c:c + 4].flatten().tolist()): which for which, source in
+               (("plain", padded), ("mirrored", mirrored)) for r in range(3) for c in range(3)}
+    seen = [windows[tuple(crop.flatten().tolist())] for crop in out[:, 0]]  # each is one of the 18 windows
+    assert 0.4 < seen.count("mirrored") / 400 < 0.6 and torch.equal(out[:, 0], out[:, 2]) and out.dtype == torch.uint8
+    assert len({tuple(crop.flatten().tolist()) for crop in out[:, 0]}) == 18
+
+
+def test_random_erasing_hits_a_rectangle():
+    out = images.random_erasing(torch.ones(500, 3, 32, 32), torch.Generator().manual_seed(0), 0.25)
+    erased = (out == 0).all(dim=1)  # (B, S, S)
+    hit = erased.flatten(1).any(1)
+    assert 0.15 < hit.float().mean() < 0.35 and torch.equal(erased, (out == 0).any(dim=1))
+    for mask in erased[hit]:
+        rows, columns = mask.any(1).sum(), mask.any(0).sum()
+        assert mask.sum() == rows * columns and 0.01 < mask.float().mean() < 0.4
+
+
+def test_soft_labels_by_hand():
+    assert torch.allclose(images.soft_labels(torch.tensor([1]), 4, 0.2), torch.tensor([[0.05, 0.85, 0.05, 0.05]]))
+
+
+@pytest.mark.parametrize("mixup, cutmix", [(0.8, 0.0), (0.0, 1.0), (0.8, 1.0)])
+def test_images_and_labels_are_mixed_by_the_same_share(mixup, cutmix):
+    """Images that hold their own class as brightness: the share of each in an image is that in its label."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        x, targets = torch.zeros(2, 3, 32, 32), torch.eye(2)
+        x[1] = 1
+        mixed, soft = images.mixup_or_cutmix(x, targets, generator, mixup, cutmix)
+        assert torch.allclose(mixed.mean(dim=(1, 2, 3)), soft[:, 1], atol=1e-5)
+        assert torch.allclose(soft.sum(1), torch.ones(2))
+    assert images.mixup_or_cutmix(x, targets, generator, 0, 0)[0] is x

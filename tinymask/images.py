@@ -1,0 +1,236 @@
+"""Images as tensors: CIFAR-10 and CIFAR-100 from the official binary files, and two sets made by this file.
+
+A set is four tensors: training images (P, 3, S, S) uint8 and labels (P,) int64, then the same for testing.
+Files are taken as they come, from one folder (`data_dir`): an extracted folder wins over an archive and is
+read as it stands, whatever the number of its records. Nothing is fetched unless `download` is called. A
+file that is missing is a FileNotFoundError, one that cannot be used a ValueError; both are one line.
+
+Augmentation works on whole batches, with one generator. Shapes: B batch, P images, C classes, S side.
+"""
+import hashlib
+import os
+import tarfile
+import urllib.request
+from pathlib import Path
+
+import numpy
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+BASE = "https://www.cs.toronto.edu/~kriz/"
+CIFAR = {  # layout: https://www.cs.toronto.edu/~kriz/cifar.html; sizes and hashes: tensorflow datasets
+    "cifar10": dict(
+        archive="cifar-10-binary.tar.gz", size=170_052_171, folder="cifar-10-batches-bin", label_bytes=1, classes=10,
+        sha256="c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
+    ),
+    "cifar100": dict(
+        archive="cifar-100-binary.tar.gz", size=168_513_733, folder="cifar-100-binary", label_bytes=2, classes=100,
+        sha256="58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec",
+    ),
+}
+
+# -- built-in sets: 8 x 8 tiles of 4 x 4 pixels, no download ---------------------------------------
+
+TEXTURES, GRID, TILE = 10, 8, 4
+NEIGHBOURS = torch.tensor([[-1, 0], [0, 1], [1, 0], [0, -1]])  # up, right, down, left
+
+
+def builtin(relation, train=4000, test=2000, seed=0):
+    """A set made from a seed: each image is 8 x 8 tiles of ten textures, one tile has a white mark.
+
+    relation "local": the mark is a bar on one side of its tile, and the class is the texture of the tile
+    on that side. "global": the mark is a bar too, but the class is the texture of the tile at the point
+    opposite through the centre of the image. Nothing else differs: textures, marks and classes have the
+    same frequencies in both, so that a prior of locality has something to say about the first one only.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    textures = torch.randint(0, 200, (TEXTURES, 3, TILE, TILE), generator=generator)
+    return (*_tiled(relation, train, textures, generator), *_tiled(relation, test, textures, generator))
+
+
+def _tiled(relation, count, textures, generator):
+    """`count` images (P, 3, 32, 32) and labels (P,) of a built-in set."""
+    tiles = torch.randint(TEXTURES, (count, GRID, GRID), generator=generator)
+    row, column = torch.randint(1, GRID - 1, (2, count), generator=generator)  # where the mark is: not at the border
+    side = torch.randint(4, (count,), generator=generator)
+    step, every = NEIGHBOURS[side], torch.arange(count)
+    if relation == "local":
+        labels = tiles[every, row + step[:, 0], column + step[:, 1]]
+    elif relation == "global":
+        labels = tiles[every, GRID - 1 - row, GRID - 1 - column]
+    else:
+        raise ValueError(f"relation is 'local' or 'global', got {relation!r}")
+    images = textures[tiles]  # (P, 8, 8, 3, 4, 4)
+    bar = torch.zeros(4, TILE, TILE, dtype=torch.bool)
+    bar[0, 0], bar[1, :, -1], bar[2, -1], bar[3, :, 0] = True, True, True, True
+    images[every, row, column] = torch.where(bar[side][:, None], 255, images[every, row, column])
+    images = images.permute(0, 3, 1, 4, 2, 5).reshape(count, 3, GRID * TILE, GRID * TILE)
+    noise = torch.randint(-20, 21, images.shape, generator=generator)
+    return (images + noise).clamp(0, 255).to(torch.uint8), labels
+
+
+# -- CIFAR ----------------------------------------------------------------------------------------
+
+
+def load_cifar(name, data_dir="data"):
+    """CIFAR-10, or CIFAR-100 with its fine labels, from data_dir; images (P, 3, 32, 32).
+
+    Read from the folder `cifar-10-batches-bin` (`cifar-100-binary`) if it is there, else from the archive,
+    in place. Training files are all `data_batch*.bin` (`train.bin`) in the order of their names; the test
+    file is `test_batch.bin` (`test.bin`).
+    """
+    about, data_dir = CIFAR[name], Path(data_dir)
+    folder, archive = data_dir / about["folder"], data_dir / about["archive"]
+    if folder.is_dir():
+        return _sets(about, {path.name: path.read_bytes for path in sorted(folder.glob("*.bin"))}, folder)
+    if not archive.is_file():
+        raise FileNotFoundError(
+            f"{archive} is missing: put {BASE}{about['archive']} ({about['size']:,} bytes) there, or its extracted "
+            f"folder {about['folder']}, or give --download"
+        )
+    check_archive(archive, about)
+    try:
+        with tarfile.open(archive) as tar:  # members are read in place, nothing is extracted
+            members = sorted((m for m in tar if m.isfile() and m.name.endswith(".bin")), key=lambda m: m.name)
+            return _sets(about, {Path(m.name).name: lambda m=m: tar.extractfile(m).read() for m in members}, archive)
+    except (EOFError, OSError, tarfile.TarError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{archive}: cannot be read to its end ({reason}); delete it, fetch it again") from None
+
+
+def _sets(about, files, source):
+    """The four tensors of a set, from the names of its files and functions that read them."""
+    names = {"training": [n for n in files if n.startswith("data_batch") or n == "train.bin"],
+             "test": [n for n in files if n in ("test_batch.bin", "test.bin")]}
+    parts = []
+    for kind in names:
+        if not names[kind]:
+            raise ValueError(f"{source}: no {kind} file there (found: {', '.join(files) or 'no .bin file'})")
+        images, labels = zip(*(_records(about, files[n](), f"{source}/{n}") for n in names[kind]))
+        parts += [torch.cat(images), torch.cat(labels)]
+    return tuple(parts)
+
+
+def _records(about, data, path):
+    """Images and labels of one file: records of 1 or 2 label bytes (the last one counts) and 3,072 of image."""
+    length = about["label_bytes"] + 3 * 32 * 32
+    if not data or len(data) % length:
+        raise ValueError(f"{path}: {len(data):,} bytes, wanted whole records of {length:,}; delete it, fetch it again")
+    records = torch.from_numpy(numpy.frombuffer(data, dtype=numpy.uint8).reshape(-1, length).copy())
+    labels = records[:, about["label_bytes"] - 1].long()
+    wrong = (labels >= about["classes"]).nonzero()[:, 0]
+    if len(wrong):
+        raise ValueError(f"{path}: record {wrong[0]} has label {labels[wrong[0]]}, wanted below {about['classes']}")
+    return records[:, about["label_bytes"]:].reshape(-1, 3, 32, 32), labels
+
+
+def check_archive(path, about):
+    """Raise ValueError for an archive of the official size but another checksum. Another size is people's own data."""
+    if path.stat().st_size != about["size"]:
+        return
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    if digest.hexdigest() != about["sha256"]:
+        raise ValueError(f"{path}: sha256 is {digest.hexdigest()}, wanted {about['sha256']}; delete it, fetch it again")
+
+
+def download(name, data_dir="data"):
+    """Fetch the official archive into data_dir, unless it or its folder is there.
+
+    It is written beside its place and moved there once size and sha256 are right. Raises ValueError, one
+    line with the address, if it cannot be had.
+    """
+    about, data_dir = CIFAR[name], Path(data_dir)
+    archive, url = data_dir / about["archive"], BASE + about["archive"]
+    if archive.exists() or (data_dir / about["folder"]).is_dir():
+        return
+    part = archive.with_name(f"{archive.name}.{os.getpid()}.part")
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+        request = urllib.request.Request(url, headers={"User-Agent": "tinymask"})
+        with (urllib.request.urlopen(request, timeout=60) as source, open(part, "wb") as file,
+              tqdm(total=about["size"], unit="B", unit_scale=True, desc=archive.name, disable=None) as bar):
+            while block := source.read(2**20):
+                file.write(block)
+                bar.update(len(block))
+        if part.stat().st_size != about["size"]:
+            raise ValueError(f"{part.stat().st_size:,} bytes came, wanted {about['size']:,}")
+        check_archive(part, about)
+        os.replace(part, archive)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{url}: {error}; put the file into {data_dir} by hand, or try again") from None
+    finally:
+        part.unlink(missing_ok=True)
+
+
+# -- augmentation ---------------------------------------------------------------------------------
+
+
+def to_float(images):
+    """uint8 (..., S, S) -> float32 in [-1, 1]."""
+    return images.float() / 127.5 - 1
+
+
+def flip_and_crop(images, generator, pad=4):
+    """Each image mirrored with probability 1/2, then shifted by up to `pad` pixels, 0 moving in. Same shape."""
+    batch, _, side, _ = images.shape
+    mirrored = torch.rand(batch, generator=generator).to(images.device) < 0.5
+    images = torch.where(mirrored[:, None, None, None], images.flip(-1), images)
+    shift = torch.randint(0, 2 * pad + 1, (2, batch, 1), generator=generator).to(images.device)
+    window = torch.arange(side, device=images.device)
+    rows, columns = shift + window  # (B, S) each
+    padded = F.pad(images, (pad,) * 4)
+    return padded[torch.arange(batch, device=images.device)[:, None, None], :, rows[:, :, None],
+                  columns[:, None, :]].permute(0, 3, 1, 2)
+
+
+def random_erasing(images, generator, probability=0.25):
+    """With this probability a rectangle of 2 to 33 % of an image is set to 0 (arXiv 1708.04896). Same shape."""
+    batch, _, side, _ = images.shape
+    area, aspect, hit, top, left = torch.rand(5, batch, generator=generator).to(images.device)
+    size, ratio = (0.02 + 0.31 * area) * side**2, 0.3 * (1 / 0.3**2) ** aspect  # sides' ratio from 0.3 to 1 / 0.3
+    height, width = (size * ratio).sqrt().clamp(1, side), (size / ratio).sqrt().clamp(1, side)
+    inside = _span(top, height, side)[:, :, None] & _span(left, width, side)[:, None, :]  # (B, S, S)
+    return images.masked_fill((inside & (hit < probability)[:, None, None])[:, None], 0)
+
+
+def _span(start, length, side):
+    """(B, S) bool: `length` pixels of a side, beginning at the fraction `start` of where they can begin."""
+    first = (start * (side - length.round() + 1)).floor()[:, None]
+    position = torch.arange(side, device=start.device)
+    return (position >= first) & (position < first + length.round()[:, None])
+
+
+def soft_labels(labels, classes, smoothing=0.0):
+    """(B,) -> (B, C): 1 - smoothing on the class, the rest spread over all of them."""
+    return F.one_hot(labels, classes) * (1 - smoothing) + smoothing / classes
+
+
+def mixup_or_cutmix(images, targets, generator, mixup=0.8, cutmix=1.0):
+    """Mix each image with another one of the batch, and their soft labels (B, C) by the same share.
+
+    Half of the batches are blended (mixup, arXiv 1710.09412), with a share from Beta(mixup, mixup), and
+    half get a rectangle of the other image (cutmix, arXiv 1905.04899), with one from Beta(cutmix, cutmix).
+    A strength of 0 leaves that kind out; both 0: nothing is done. Returns images and targets.
+    """
+    kinds = [(kind, strength) for kind, strength in (("mixup", mixup), ("cutmix", cutmix)) if strength > 0]
+    if not kinds:
+        return images, targets
+    kind, strength = kinds[torch.randint(len(kinds), (1,), generator=generator).item()]
+    seed = torch.randint(2**31, (1,), generator=generator).item()
+    share = numpy.random.default_rng(seed).beta(strength, strength)
+    order = torch.randperm(len(images), generator=generator).to(images.device)
+    if kind == "mixup":
+        images = share * images + (1 - share) * images[order]
+    else:
+        side = images.shape[-1]
+        centre = torch.randint(side, (2,), generator=generator)
+        half = side * (1 - share) ** 0.5 / 2
+        (top, left), (bottom, right) = ((centre + sign * half).round().long().clamp(0, side) for sign in (-1, 1))
+        images = images.clone()
+        images[:, :, top:bottom, left:right] = images[order, :, top:bottom, left:right]
+        share = 1 - ((bottom - top) * (right - left)).item() / side**2
+    return images, share * targets + (1 - share) * targets[order]
