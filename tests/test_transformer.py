@@ -17,7 +17,7 @@ def encoder(**changes):
 
 def test_exported_names():
     assert set(tinymask.__all__) == {
-        "Block", "Encoder", "GPT", "MaskedAttention", "Transformer", "masked_attention"}
+        "Block", "Encoder", "GPT", "MaskedAttention", "Transformer", "ViT", "masked_attention"}
     assert all(hasattr(tinymask, name) for name in tinymask.__all__)
 
 

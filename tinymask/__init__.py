@@ -1,6 +1,6 @@
 """tinymask: structural priors as learnable attention masks (arXiv 2608.00418), small enough to read."""
 from tinymask.attention import MaskedAttention, masked_attention
-from tinymask.transformer import GPT, Block, Encoder, Transformer
+from tinymask.transformer import GPT, Block, Encoder, Transformer, ViT
 
 __version__ = "0.1.0"
-__all__ = ["Block", "Encoder", "GPT", "MaskedAttention", "Transformer", "masked_attention"]
+__all__ = ["Block", "Encoder", "GPT", "MaskedAttention", "Transformer", "ViT", "masked_attention"]

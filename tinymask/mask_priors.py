@@ -238,6 +238,33 @@ ARITHMETIC = {
 ARITHMETIC_LITERAL = {"add": addition_literal_support, "mul": multiplication_literal_support}  # one-pass
 
 
+# -- images: tokens are the patches of a square, row by row ----------------------------------------
+
+# (down, right) of what a head looks at, in the paper's order: centre, up, right, left, down, then corners
+IMPULSES = [(0, 0), (-1, 0), (0, 1), (0, -1), (1, 0), (-1, -1), (-1, 1), (1, -1), (1, 1)]
+
+
+def impulse_support(side, depth, heads, vary=False):
+    """A 3 x 3 convolution as attention (section 5.3, Fig. 9): each head looks at one neighbour of a patch.
+
+    Head h has the h-th of IMPULSES, the same in every layer; vary: layer l goes on where layer l - 1 ended,
+    so that three heads see all nine within three layers. A patch without that neighbour, at the border,
+    looks at itself. Returns a list of (H, N, N), N = side^2.
+    """
+    row, column = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
+    layers = []
+    for layer in range(depth):
+        support = torch.zeros(heads, side**2, side**2)
+        for head in range(heads):
+            down, right = IMPULSES[(head + vary * layer * heads) % len(IMPULSES)]
+            inside = (row + down).clamp(0, side - 1) == row + down
+            inside &= (column + right).clamp(0, side - 1) == column + right
+            target = torch.where(inside, (row + down) * side + column + right, row * side + column)
+            support[head, torch.arange(side**2), target.flatten()] = 1
+        layers.append(support)
+    return layers
+
+
 # -- controls -------------------------------------------------------------------------------------
 
 

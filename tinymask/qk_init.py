@@ -74,6 +74,49 @@ def opt(attention, x, support, steps=500, lr=0.05):
     _write(attention, decoder @ query.detach(), decoder @ key.detach())
 
 
+def mimetic(attention, generator, query_key=0.7, value_out=0.4, sign=-1):
+    """What the projections of a trained transformer look like (arXiv 2305.09828), written down at the start.
+
+        W_Q W_K^T ~ c Z + c I  for each head,  W_V W_O ~ c Z + sign c I  for all heads together
+
+    with c = query_key and c = value_out; Z has uniform entries of variance 1/D. Each is factored by an SVD
+    and cut to the rank there is. sign -1 is for vision; for language both are positive and the
+    query-key part is negative (query_key < 0 turns both its terms).
+    """
+    heads, dim = attention.heads, attention.query.in_features
+    head_dim = attention.query.out_features // heads
+
+    def factors(count, scale, diagonal, rank):
+        noise = (2 * torch.rand(count, dim, dim, generator=generator, dtype=torch.float64) - 1) * (3 / dim) ** 0.5
+        left, sizes, right = torch.linalg.svd(scale * noise + diagonal * torch.eye(dim))
+        root = sizes[:, None, :rank].sqrt()
+        return left[:, :, :rank] * root, right.transpose(1, 2)[:, :, :rank] * root  # (count, D, rank) each
+
+    _write(attention, *factors(heads, query_key, query_key, head_dim))
+    value, out = factors(1, value_out, sign * value_out, heads * head_dim)
+    with torch.no_grad():
+        missing = heads * head_dim - value.shape[-1]  # more head width than D: columns of zeros
+        attention.value.weight.copy_(F.pad(value[0], (0, missing)).T)
+        attention.out.weight.copy_(F.pad(out[0], (0, missing)))
+        for layer in (attention.value, attention.out):
+            if layer.bias is not None:
+                layer.bias.zero_()
+
+
+def impulse(attention, positions, support, norm=7.0):
+    """A pattern of attention between positions by SVD, as published for vision (arXiv 2505.19985 and its code).
+
+    positions: (N, D), the position codes; the layer is taken to read their layer norm and nothing else.
+    support: (H, N, N). W_Q W_K^T = P S P^T with P the pseudo-inverse of the codes, cut to the rank of a head,
+    and each factor scaled to the Frobenius norm `norm`. (Left out of the published: noise on the zeros of S.)
+    """
+    heads, head_dim = attention.heads, attention.query.out_features // attention.heads
+    decoder = torch.linalg.pinv(F.layer_norm(positions.detach().double(), positions.shape[-1:]), rtol=1e-5)  # (D, N)
+    left, sizes, right = torch.linalg.svd(decoder @ support.to(decoder).expand(heads, -1, -1) @ decoder.T)
+    root = (sizes / sizes[:, :head_dim].sum(dim=-1, keepdim=True)).sqrt()[:, None, :head_dim] * norm
+    _write(attention, left[:, :, :head_dim] * root, right.transpose(1, 2)[:, :, :head_dim] * root)
+
+
 def apply_layerwise(method, model, ids, supports):
     """Set query and key of every layer of an Encoder or GPT by `svd` or `opt`, first layer first.
 

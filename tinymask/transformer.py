@@ -8,12 +8,12 @@ Initialisation, all of it, by `init_weights` from one explicit generator (`tests
     |------------------------------------|-------------------------------------------------|
     | token embedding                    | normal, mean 0, std token_std (1.0)             |
     | position embedding, CLS token      | normal, mean 0, std position_std (0.3)          |
-    | weight of every linear layer       | uniform on +-1/sqrt(inputs of the layer)        |
-    | bias of every linear layer         | 0                                               |
+    | weight of linear layers, patches   | uniform on +-1/sqrt(inputs of the layer)        |
+    | bias of linear layers, patches     | 0                                               |
     | layer norm                         | scale 1, shift 0                                |
     | mask M                             | none here: a prior sets it (`mask_priors`)      |
 
-Shapes: B batch, N tokens, D width (`dim`), H heads, V vocabulary. Every model returns its output,
+Shapes: B batch, N tokens, D width (`dim`), H heads, V vocabulary, S side of an image. Every model returns its output,
 and with return_attention also a list, one per layer, of attention weights (B, H, N, N).
 """
 import torch
@@ -22,12 +22,20 @@ import torch.nn as nn
 from tinymask.attention import MaskedAttention
 
 
+def drop_path(x, probability, training):
+    """A residual branch left out for whole examples, and scaled up for the others (arXiv 1603.09382). (B, N, D)."""
+    if not training or probability == 0:
+        return x
+    kept = torch.rand(len(x), 1, 1, device=x.device) >= probability
+    return x * kept / (1 - probability)
+
+
 class Block(nn.Module):
     """Pre-norm transformer block, (B, N, D) -> (B, N, D)."""
 
-    def __init__(self, dim, heads, head_dim=None, mlp_dim=None, causal=False, bias=True):
+    def __init__(self, dim, heads, head_dim=None, mlp_dim=None, causal=False, bias=True, drop=0.0):
         super().__init__()
-        mlp_dim = mlp_dim or 4 * dim
+        mlp_dim, self.drop = mlp_dim or 4 * dim, drop
         self.norm1 = nn.LayerNorm(dim)
         self.attention = MaskedAttention(dim, heads, head_dim, causal=causal, bias=bias)
         self.norm2 = nn.LayerNorm(dim)
@@ -35,22 +43,22 @@ class Block(nn.Module):
 
     def forward(self, x, return_attention=False):
         mixed, attention = self.attention(self.norm1(x), return_attention=True)
-        x = x + mixed
-        x = x + self.mlp(self.norm2(x))
+        x = x + drop_path(mixed, self.drop, self.training)
+        x = x + drop_path(self.mlp(self.norm2(x)), self.drop, self.training)
         return (x, attention) if return_attention else x
 
 
 class Transformer(nn.Module):
     """`depth` blocks and a last layer norm, (B, N, D) -> (B, N, D).
 
-    bias: whether query, key, value and out have biases (the MLP always has).
+    bias: whether query, key, value and out have biases (the MLP always has). drop: of the last block's
+    branches, see `drop_path`; it grows from 0 in the first block.
     """
 
-    def __init__(self, dim, depth, heads, head_dim=None, mlp_dim=None, causal=False, bias=True):
+    def __init__(self, dim, depth, heads, head_dim=None, mlp_dim=None, causal=False, bias=True, drop=0.0):
         super().__init__()
-        self.blocks = nn.ModuleList(
-            Block(dim, heads, head_dim, mlp_dim, causal, bias) for _ in range(depth)
-        )
+        rates = torch.linspace(0, drop, depth).tolist()
+        self.blocks = nn.ModuleList(Block(dim, heads, head_dim, mlp_dim, causal, bias, rate) for rate in rates)
         self.norm = nn.LayerNorm(dim)
 
     def forward(self, x, return_attention=False):
@@ -102,6 +110,61 @@ class Encoder(nn.Module):
         return (output, attentions) if return_attention else output
 
 
+class ViT(nn.Module):
+    """A vision transformer (arXiv 2010.11929): images (B, 3, S, S) -> class scores (B, classes).
+
+    side S and patch: pixels; the image is cut into (S / patch)^2 tokens, row by row. pooling "mean" or
+    "cls" (a learned token in front, with a position of its own). positions "learned", or "sincos", fixed.
+    ViT-Tiny is dim 192, depth 12, heads 3, patch 16 at 224. Raises ValueError for a side that patch does
+    not divide, a dim that heads does not divide, another pooling or other positions.
+    """
+
+    def __init__(self, side, patch, classes, dim=192, depth=12, heads=3, head_dim=None, mlp_dim=None,
+                 pooling="cls", positions="learned", drop=0.0):
+        super().__init__()
+        if side % patch:
+            raise ValueError(f"side {side} is not a multiple of patch {patch}")
+        if pooling not in ("mean", "cls"):
+            raise ValueError(f"pooling is 'mean' or 'cls', got {pooling!r}")
+        if positions not in ("learned", "sincos"):
+            raise ValueError(f"positions are 'learned' or 'sincos', got {positions!r}")
+        self.pooling = pooling
+        self.patch = nn.Conv2d(3, dim, patch, stride=patch)
+        self.cls = nn.Parameter(torch.zeros(1, dim)) if pooling == "cls" else None
+        if positions == "learned":
+            self.position = nn.Parameter(torch.zeros((side // patch) ** 2 + (pooling == "cls"), dim))
+        else:
+            codes = sincos(side // patch, dim)
+            self.register_buffer("position", torch.cat([torch.zeros(int(pooling == "cls"), dim), codes]))
+        self.transformer = Transformer(dim, depth, heads, head_dim, mlp_dim, drop=drop)
+        self.head = nn.Linear(dim, classes)
+
+    def embed(self, images):
+        """(B, 3, S, S) -> (B, N, D), what the first block reads."""
+        x = self.patch(images).flatten(2).transpose(1, 2)  # (B, N, D)
+        if self.cls is not None:
+            x = torch.cat([self.cls.expand(len(x), 1, -1), x], dim=1)
+        return x + self.position
+
+    def forward(self, images, return_attention=False):
+        x, attentions = self.transformer(self.embed(images), return_attention=True)
+        output = self.head(x[:, 0] if self.cls is not None else x.mean(dim=1))
+        return (output, attentions) if return_attention else output
+
+
+def sincos(side, dim):
+    """Fixed position codes of a grid of side x side tokens, row by row: (side^2, dim).
+
+    A quarter of the columns each for sine and cosine of the row and of the column, at frequencies from 1
+    down to 1/10000 (arXiv 1706.03762, in two dimensions). Raises ValueError if 4 does not divide dim.
+    """
+    if dim % 4:
+        raise ValueError(f"sincos positions need a dim that 4 divides, got {dim}")
+    angles = torch.arange(side)[:, None] / 10000 ** (torch.arange(dim // 4) / (dim // 4))  # (side, dim / 4)
+    codes = torch.cat([angles.sin(), angles.cos()], dim=1)  # (side, dim / 2)
+    return torch.cat([codes.repeat_interleave(side, dim=0), codes.repeat(side, 1)], dim=1)
+
+
 class GPT(nn.Module):
     """A causal language model with learned positions: (B, N) token ids, N <= block -> logits (B, N, V)."""
 
@@ -125,8 +188,8 @@ class GPT(nn.Module):
 def init_weights(model, generator, token_std=1.0, position_std=0.3):
     """Draw every weight of model anew, as the table above says. Masks are left as they are."""
     for module in model.modules():
-        if isinstance(module, nn.Linear):
-            bound = module.in_features**-0.5
+        if isinstance(module, (nn.Linear, nn.Conv2d)):
+            bound = module.weight[0].numel() ** -0.5
             nn.init.uniform_(module.weight, -bound, bound, generator=generator)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
