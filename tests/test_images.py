@@ -208,3 +208,67 @@ def test_images_and_labels_are_mixed_by_the_same_share(mixup, cutmix):
         assert torch.allclose(mixed.mean(dim=(1, 2, 3)), soft[:, 1], atol=1e-5)
         assert torch.allclose(soft.sum(1), torch.ones(2))
     assert images.mixup_or_cutmix(x, targets, generator, 0, 0)[0] is x
+
+
+@pytest.fixture
+def jpegs(tmp_path):
+    """Two classes in the layout of ImageNet: three training images each, one to test, of several sizes, some grey."""
+    image = pytest.importorskip("PIL.Image")
+    for part, count in (("train", 3), ("val", 1)):
+        for number, name in enumerate(("n01", "n02")):
+            folder = tmp_path / "set" / part / name
+            folder.mkdir(parents=True)
+            for k in range(count):
+                mode, colour = ("L", 100 * number) if k == 1 else ("RGB", (100 * number, 20 * k, 50))
+                image.new(mode, (20 + 5 * k, 16), colour).save(folder / f"{name}_{k}.JPEG", quality=95)
+    return tmp_path / "set"
+
+
+def test_a_folder_of_jpegs(jpegs):
+    x, y, test_x, test_y = images.load_folder(jpegs, size=8, classes=2)
+    assert x.shape == (6, 3, 8, 8) and x.dtype == torch.uint8 and y.tolist() == [0, 0, 0, 1, 1, 1]
+    assert test_x.shape == (2, 3, 8, 8) and test_y.tolist() == [0, 1]
+    assert (x[5, :, 4, 4].int() - torch.tensor([100, 40, 50])).abs().max() < 6
+    assert (x[4, :, 4, 4].int() - 100).abs().max() < 6  # grey: the same in three channels
+    again = images.load_folder(jpegs, size=8, classes=2)
+    assert all(torch.equal(a, b) for a, b in zip((x, y, test_x, test_y), again))
+
+
+def test_an_interrupted_cache_goes_on(jpegs, monkeypatch):
+    decode, calls = images._decode, []
+
+    def stop_at_third(path, size):
+        calls.append(path)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return decode(path, size)
+
+    monkeypatch.setattr(images, "_decode", stop_at_third)
+    with pytest.raises(KeyboardInterrupt):
+        images.load_folder(jpegs, size=8, classes=2)
+    x, *_ = images.load_folder(jpegs, size=8, classes=2)
+    assert len(calls) == 3 + 4 + 2  # the two that were done are not decoded again
+    assert torch.equal(x[0], torch.tensor(decode(jpegs / "train" / "n01" / "n01_0.JPEG", 8)))
+    (jpegs / "train" / "n01" / "n01_2.JPEG").unlink()
+    assert len(images.load_folder(jpegs, size=8, classes=2)[0]) == 5  # another list of files: decoded anew
+
+
+def test_broken_folders_are_named(jpegs, tmp_path):
+    with pytest.raises(FileNotFoundError, match="train is missing"):
+        images.load_folder(tmp_path / "nosuch")
+    with pytest.raises(ValueError, match="2 class folders, wanted 100"):
+        images.load_folder(jpegs)
+    (jpegs / "val" / "n02").rename(jpegs / "val" / "n03")
+    with pytest.raises(ValueError, match="class folder n02"):
+        images.load_folder(jpegs, size=8, classes=2)
+    (jpegs / "val" / "n03").rename(jpegs / "val" / "n02")
+    broken = jpegs / "train" / "n02" / "n02_1.JPEG"
+    for data in (b"", b"not an image", broken.read_bytes()[:200]):
+        broken.write_bytes(data)
+        with pytest.raises(ValueError, match="n02_1.JPEG: not a readable image") as error:
+            images.load_folder(jpegs, size=8, classes=2)
+        assert "\n" not in str(error.value)
+
+
+def test_the_class_list_has_a_name_of_its_own():
+    assert images.names_hash(["a", "b"]) == hashlib.sha256(b"a\nb").hexdigest()[:12] != images.names_hash(["a", "c"])

@@ -1,4 +1,4 @@
-"""Images as tensors: CIFAR-10 and CIFAR-100 from the official binary files, and two sets made by this file.
+"""Images as tensors: CIFAR from the official binary files, ImageNet-100 from folders, two sets made by this file.
 
 A set is four tensors: training images (P, 3, S, S) uint8 and labels (P,) int64, then the same for testing.
 Files are taken as they come, from one folder (`data_dir`): an extracted folder wins over an archive and is
@@ -8,6 +8,7 @@ file that is missing is a FileNotFoundError, one that cannot be used a ValueErro
 Augmentation works on whole batches, with one generator. Shapes: B batch, P images, C classes, S side.
 """
 import hashlib
+import json
 import os
 import tarfile
 import urllib.request
@@ -164,6 +165,91 @@ def download(name, data_dir="data"):
         raise ValueError(f"{url}: {error}; put the file into {data_dir} by hand, or try again") from None
     finally:
         part.unlink(missing_ok=True)
+
+
+# -- folders of JPEGs -----------------------------------------------------------------------------
+
+
+def class_names(folder, classes=100):
+    """The names of the class folders in folder/train, sorted; folder/val must have the same ones.
+
+    Raises FileNotFoundError without them, and ValueError, naming a folder, if the two differ or are not
+    as many as `classes`. There are several "ImageNet-100"; `names_hash` tells which one this is.
+    """
+    names = {}
+    for part in ("train", "val"):
+        where = Path(folder) / part
+        if not where.is_dir():
+            raise FileNotFoundError(f"{where} is missing: wanted {classes} class folders of JPEGs there")
+        names[part] = sorted(path.name for path in where.iterdir() if path.is_dir())
+        if len(names[part]) != classes:
+            raise ValueError(f"{where}: {len(names[part])} class folders, wanted {classes}")
+    for name in sorted(set(names["train"]) ^ set(names["val"])):
+        raise ValueError(f"{folder}: class folder {name} is in one of train and val only")
+    return names["train"]
+
+
+def names_hash(names):
+    """A short name for a list of classes, 12 hexadecimal digits."""
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:12]
+
+
+def load_folder(folder, size=224, classes=100):
+    """Images from folder/train/<class>/ and folder/val/<class>/; (P, 3, size, size) each, memory-mapped.
+
+    Decoded once, the shorter side resized to size and the middle cut out, into folder/cache-<size>; if that
+    is interrupted, the next call goes on. A changed list of files is decoded anew. Needs pillow.
+    """
+    folder, parts = Path(folder), []
+    names = class_names(folder, classes)
+    for part in ("train", "val"):
+        files = [path for name in names for path in sorted((folder / part / name).iterdir()) if path.is_file()]
+        if not files:
+            raise ValueError(f"{folder / part}: no images in its class folders")
+        labels = torch.tensor([names.index(path.parent.name) for path in files])
+        parts += [torch.from_numpy(_decoded(files, folder / f"cache-{size}" / part, size)), labels]
+    return tuple(parts)
+
+
+def _decoded(files, cache, size):
+    """All images of a list, (P, 3, size, size) uint8: the memory map cache.u8, completed if it is not yet."""
+    listing = hashlib.sha256("\n".join(f"{path} {path.stat().st_size}" for path in files).encode()).hexdigest()
+    shape, data, state = (len(files), 3, size, size), cache.with_suffix(".u8"), cache.with_suffix(".json")
+    try:
+        known = json.loads(state.read_text(encoding="utf-8"))
+        done = known["done"] if known["files"] == listing and data.stat().st_size == numpy.prod(shape) else 0
+    except (OSError, ValueError, KeyError, TypeError):
+        done = 0
+    if done < len(files):
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        array = numpy.memmap(data, dtype=numpy.uint8, mode="r+" if done else "w+", shape=shape)
+        try:
+            for done in tqdm(range(done, len(files)), initial=done, total=len(files), desc=str(cache), disable=None):
+                array[done] = _decode(files[done], size)
+            done = len(files)
+        finally:  # also after Ctrl-C or a broken file: what was decoded stays
+            array.flush()
+            state.write_text(json.dumps({"files": listing, "done": done}), encoding="utf-8")
+    return numpy.memmap(data, dtype=numpy.uint8, mode="c", shape=shape)
+
+
+def _decode(path, size):
+    """(3, size, size) uint8 of an image file of any size and colour."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise ValueError("JPEGs need pillow; install it with: pip install 'tinymask[images]'") from None
+    try:
+        with Image.open(path) as image:
+            image = image.convert("RGB")
+            scale = size / min(image.size)
+            width, height = (max(size, round(scale * side)) for side in image.size)
+            left, top = (width - size) // 2, (height - size) // 2
+            image = image.resize((width, height), Image.BICUBIC).crop((left, top, left + size, top + size))
+            return numpy.asarray(image).transpose(2, 0, 1)
+    except (OSError, SyntaxError, ValueError) as error:  # pillow raises all three
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{path}: not a readable image ({reason})") from None
 
 
 # -- augmentation ---------------------------------------------------------------------------------
