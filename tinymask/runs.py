@@ -19,7 +19,8 @@ import torch
 from tinymask import __version__
 
 # flags that choose which runs are made, or where; a run is the same run whatever they say
-NOT_OF_THE_RUN = ("tasks", "inits", "seeds", "first_seed", "out", "resume", "plot", "smoke", "device")
+NOT_OF_THE_RUN = ("tasks", "dataset", "inits", "seeds", "first_seed", "out", "resume", "plot", "smoke", "device",
+                  "data_dir", "download", "eval_only")
 _interrupted = []
 
 
@@ -71,8 +72,11 @@ def real(low=-math.inf, above=-math.inf, high=1e30):
     return convert
 
 
-def parser(script, description, tasks, inits, presets):
-    """The command line that all scripts share. presets: name -> {flag: default}; the script adds its own flags."""
+def parser(script, description, tasks, inits, presets, flag="tasks", rows=4):
+    """The command line that all scripts share. presets: name -> {flag: default}; the script adds its own flags.
+
+    flag: what tasks are called; by default all of them run, with the first `rows` of inits.
+    """
     flags = argparse.ArgumentParser(
         prog=script, description=description, allow_abbrev=False,
         epilog="\n".join(f"preset {name}: " + ", ".join(f"{flag} {value}" for flag, value in preset.items())
@@ -82,9 +86,9 @@ def parser(script, description, tasks, inits, presets):
     flags.error = fail  # one line, without the usage
     add = flags.add_argument
     add("--preset", choices=list(presets), default="small", help="small: minutes on two cores; paper: its settings")
-    add("--tasks", nargs="+", choices=tasks, metavar="TASK", default=tasks, help="of: " + " ".join(tasks))
-    add("--inits", nargs="+", choices=inits, metavar="INIT", default=inits[:4],
-        help=f"of: {' '.join(inits)} (default: {' '.join(inits[:4])})")
+    add(f"--{flag}", nargs="+", choices=tasks, metavar="TASK", default=tasks, help="of: " + " ".join(tasks))
+    add("--inits", nargs="+", choices=inits, metavar="INIT", default=inits[:rows],
+        help=f"of: {' '.join(inits)} (default: {' '.join(inits[:rows])})")
     add("--seeds", type=whole(1), default=1, metavar="N", help="how many seeds (default: 1)")
     add("--first-seed", type=whole(0), default=0, metavar="S", help="the first of them (default: 0)")
     add("--steps", type=whole(1), help="optimiser steps")
@@ -113,7 +117,7 @@ def parse(flags, argv, presets, smoke):
         args.mask_lr = args.lr
     if args.smoke and args.out == flags.get_default("out"):
         args.out += "-smoke"  # apart from real results
-    for name in ("tasks", "inits"):
+    for name in {"tasks", "dataset", "inits"} & vars(args).keys():
         setattr(args, name, list(dict.fromkeys(getattr(args, name))))  # named twice, run once
     return args
 
@@ -292,7 +296,7 @@ def resume(path, model, optimizer, batches):
 
 def cosine(step, steps, warmup=20):
     """Factor on the learning rate: linear for `warmup` steps, then half a cosine down to 0 at `steps`."""
-    return min(1.0, (step + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * step / steps))
+    return min(1.0, (step + 1) / max(1, warmup)) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
 def interrupted():

@@ -1,0 +1,170 @@
+"""train_vit.py end to end on tiny settings, files of the official layout, two processes, bad input."""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+import train_vit
+from tinymask import images, runs
+
+pytestmark = pytest.mark.vit
+ROOT = Path(__file__).parent.parent
+TINY = ["--steps", "4", "--batch-size", "8", "--dim", "24", "--depth", "2", "--warmup", "1"]
+
+
+@pytest.fixture(autouse=True)
+def small_sets(monkeypatch):
+    """The built-in sets with fewer images."""
+    make = images.builtin
+    monkeypatch.setattr(images, "builtin", lambda relation: make(relation, train=100, test=70))
+
+
+def tiny(out, *more):
+    return train_vit.main([*TINY, "--out", str(out), *more])
+
+
+def lines(out):
+    return [json.loads(line) for line in (out / "results.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def cifar(folder, classes=10, count=12):
+    """A CIFAR-10 (or CIFAR-100) folder with two (one) training files of random records."""
+    about = images.CIFAR[f"cifar{classes}"]
+    (folder / about["folder"]).mkdir(parents=True)
+    draw = numpy.random.default_rng(0)
+    names = {10: ["data_batch_1.bin", "data_batch_2.bin", "test_batch.bin"], 100: ["train.bin", "test.bin"]}
+    for name in names[classes]:
+        records = draw.integers(0, 256, (count, about["label_bytes"] + 3072), dtype=numpy.uint8)
+        records[:, about["label_bytes"] - 1] %= classes
+        (folder / about["folder"] / name).write_bytes(records.tobytes())
+
+
+def test_result_lines(tmp_path, capsys):
+    results = tiny(tmp_path, "--inits", *train_vit.INITS)
+    assert lines(tmp_path) == json.loads(json.dumps(results)) and len(results) == 2 * len(train_vit.INITS)
+    for result in results:
+        assert set(result) == {"script", "task", "init", "seed", "config", "metrics", "curve", "steps", "seconds",
+                               "peak_rss_mb", "params", "threads", "versions", "device", "diverged", "complete"}
+        metrics = result["metrics"]
+        assert {"top1", "top1_best", "loss", "support_mass_init", "support_mass_final"} <= set(metrics)
+        assert metrics["top1"] == result["curve"][-1]["top1"] <= metrics["top1_best"]
+        masked = result["init"].startswith("mask") or result["init"] == "bias"
+        assert result["params"]["mask"] == (2 * 3 * 64**2 if masked else 0)
+    assert "top-1, best" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags", [[], ["--augment", "full", "--drop-path", "0.5", "--pooling", "cls"]], ids=len)
+def test_resume_inside_a_run_equals_an_uninterrupted_one(flags, tmp_path, monkeypatch):
+    flags = ["--dataset", "builtin", "--inits", "mask", *flags]
+    whole = tiny(tmp_path / "whole", *flags)
+    calls = iter(range(100))
+    monkeypatch.setattr(runs, "interrupted", lambda: next(calls) >= 2)  # Ctrl-C during the third step
+    with pytest.raises(SystemExit) as stop:
+        tiny(tmp_path / "parts", *flags)
+    assert stop.value.code == 130
+    monkeypatch.undo()
+    make = images.builtin
+    monkeypatch.setattr(images, "builtin", lambda relation: make(relation, train=100, test=70))
+    parts = tiny(tmp_path / "parts", *flags, "--resume")
+    assert parts[0]["metrics"] == whole[0]["metrics"] and parts[0]["curve"] == whole[0]["curve"]
+
+
+def test_inits_share_weights():
+    args = train_vit.settings(TINY, "builtin")
+    states = {init: train_vit.build(args, "builtin", init, 0)[0].state_dict() for init in train_vit.INITS}
+    for name, value in states["default"].items():
+        for init, state in states.items():
+            changed = {"mimetic": ("query", "key", "value", "out"), "impulse": ("query", "key")}.get(init, ())
+            if not any(f".{part}." in name for part in changed):
+                assert torch.equal(value, state[name]), (init, name)
+
+
+@pytest.mark.parametrize("classes", [10, 100])
+def test_cifar_from_files_of_the_official_layout(classes, tmp_path):
+    cifar(tmp_path / "data", classes)
+    (result,) = tiny(tmp_path / "out", "--dataset", f"cifar{classes}", "--data-dir", str(tmp_path / "data"), "--inits",
+                     "mask", "--augment", "full")
+    assert result["metrics"]["images"] == (24 if classes == 10 else 12) and len(result["curve"]) == 4
+
+
+def test_the_paper_preset_takes_steps_at_224_pixels(tmp_path):
+    cifar(tmp_path / "data", count=3)
+    (result,) = train_vit.main(["--preset", "paper", "--dataset", "cifar10", "--inits", "mask", "--steps", "1",
+                                "--batch-size", "2", "--data-dir", str(tmp_path / "data"), "--out", str(tmp_path)])
+    assert result["params"]["mask"] == 12 * 3 * 197**2
+    assert result["params"]["total"] - result["params"]["mask"] == 5_717_416 - 990 * 193  # 10 classes, not 1,000
+
+
+def test_imagenet_from_folders(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    for part in ("train", "val"):
+        for number in range(100):
+            folder = tmp_path / "imagenet100" / part / f"n{number:08}"
+            folder.mkdir(parents=True)
+            image.new("RGB", (20, 16), (number, 0, 0)).save(folder / "a.JPEG")
+    (result,) = tiny(tmp_path, "--dataset", "imagenet100", "--data-dir", str(tmp_path), "--inits", "default")
+    assert len(result["metrics"]["class_list"]) == 12 and result["metrics"]["images"] == 100
+
+
+def test_eval_only_gives_the_recorded_scores(tmp_path, capsys):
+    flags = ["--dataset", "builtin", "--inits", "mask"]
+    (result,) = tiny(tmp_path, *flags)
+    (path,) = (tmp_path / "checkpoints").iterdir()
+    capsys.readouterr()
+    assert tiny(tmp_path, *flags, "--eval-only", str(path)) == []
+    assert f"top-1 {result['metrics']['top1']:.4f}" in capsys.readouterr().out and len(lines(tmp_path)) == 1
+    with pytest.raises(SystemExit) as stop:
+        tiny(tmp_path, *flags, "--eval-only", str(tmp_path / "nosuch.pt"))
+    assert stop.value.code == 2 and "nosuch.pt" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="gloo under torchrun")
+def test_two_processes_give_the_losses_of_one(tmp_path):
+    cifar(tmp_path / "data")
+    flags = [str(ROOT / "train_vit.py"), *TINY, "--dataset", "cifar10", "--data-dir", str(tmp_path / "data"), "--inits",
+             "mask", "--augment", "full", "--device", "cpu"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for name, before in (("one", []), ("two", torchrun)):
+        done = subprocess.run([sys.executable, *before, *flags, "--out", str(tmp_path / name)], capture_output=True,
+                              text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        assert done.returncode == 0, done.stderr
+    (one,), (two,) = lines(tmp_path / "one"), lines(tmp_path / "two")
+    for a, b in zip(one["curve"], two["curve"], strict=True):
+        assert a["train_loss"] == pytest.approx(b["train_loss"], abs=1e-5)
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-4)
+
+
+def test_divergence_is_recorded(tmp_path):
+    (result,) = tiny(tmp_path, "--dataset", "builtin", "--inits", "default", "--lr", "1e30")
+    assert result["diverged"] and result["metrics"]["top1"] is None
+
+
+BAD = [
+    ["--dataset", "mnist"], ["--dataset", "cifar10"], ["--dataset", "imagenet100"], ["--patch", "5"],
+    ["--heads", "5"], ["--dim", "30", "--heads", "3"], ["--bf16"], ["--drop-path", "1"], ["--augment", "some"],
+    ["--side", "0"], ["--warmup", "-1"], ["--preset", "huge"],
+]
+
+
+@pytest.mark.parametrize("flags", BAD, ids=" ".join)
+def test_bad_input_is_one_line_and_status_2(flags, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        train_vit.main([*flags, "--device", "cpu"])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and len(error.splitlines()) == 1 and flags[0] in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_truncated_file_is_named(tmp_path, capsys):
+    cifar(tmp_path)
+    path = tmp_path / "cifar-10-batches-bin" / "test_batch.bin"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(SystemExit) as stop:
+        train_vit.main(["--dataset", "cifar10", "--data-dir", str(tmp_path), "--out", str(tmp_path / "out")])
+    assert stop.value.code == 2 and "test_batch.bin" in capsys.readouterr().err and not (tmp_path / "out").exists()
