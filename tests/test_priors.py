@@ -263,3 +263,13 @@ def test_shuffled_sequences_keep_their_sparsity_in_the_past():
     other = mask_priors.shuffled(support, torch.Generator().manual_seed(0), causal=True)
     assert torch.equal(other.sum(-1), support.sum(-1)) and not torch.equal(other, support)
     assert other.triu(1).sum() == 0
+
+
+def test_distance_masks_are_alibi_where_it_matters():
+    slopes = mask_priors.geometric_slopes(8)
+    assert slopes == [2.0**-k for k in range(1, 9)]  # ALiBi's own example
+    mask = mask_priors.distance_mask(6, [10.0, 0.5])
+    assert mask.shape == (2, 6, 6) and mask[0, 5].tolist() == [-50, -40, -30, -20, -10, 0] and mask[1, 3, 1] == -1
+    assert (mask.triu(1) == 0).all()  # the future is the causal mask's
+    alibi, learnt = mask[0], F.logsigmoid(mask[0])
+    assert torch.allclose(alibi[5, :5], learnt[5, :5], atol=1e-4)

@@ -5,7 +5,7 @@ import torch.nn as nn
 
 import tinymask
 from tinymask import Encoder, Transformer
-from tinymask.transformer import GPT, init_weights
+from tinymask.transformer import GPT, generate, init_weights
 
 pytestmark = pytest.mark.attention
 
@@ -104,3 +104,35 @@ def test_gpt_sees_the_past_only_and_takes_shorter_inputs():
     other[:, 5] = (other[:, 5] + 1) % 7
     changed = (model(other) != logits).any(dim=-1).any(dim=0)
     assert changed.tolist() == [False] * 5 + [True] * 4
+
+
+def small_gpt(**options):
+    model = GPT(11, 5, 16, 2, 2, **options)
+    return init_weights(model, torch.Generator().manual_seed(0))
+
+
+def test_greedy_generation_takes_the_likeliest_and_goes_on_past_the_block():
+    model, ids = small_gpt(), torch.tensor([[1, 2], [3, 4]])
+    out = generate(model, ids, 9, temperature=0)
+    assert out.shape == (2, 11) and torch.equal(out[:, :2], ids)
+    for n in range(2, 11):
+        window = out[:, max(0, n - 5):n]
+        assert torch.equal(model(window)[:, -1].argmax(-1), out[:, n])
+
+
+def test_generation_is_repeatable_and_keeps_to_the_top_k():
+    model, ids = small_gpt(), torch.tensor([[1]] * 300)
+    first, again = (generate(model, ids, 1, 2.0, 3, torch.Generator().manual_seed(4)) for _ in range(2))
+    assert torch.equal(first, again)
+    assert set(first[:, 1].tolist()) == set(model(ids[:1])[0, -1].topk(3).indices.tolist())
+    with torch.no_grad():
+        share = (model(ids[:1])[0, -1] / 2).softmax(-1)
+    free = generate(model, ids.repeat(20, 1), 1, 2.0, None, torch.Generator().manual_seed(5))[:, 1]
+    assert torch.allclose(free.bincount(minlength=11) / 6000, share, atol=0.03)
+
+
+def test_dropout_is_off_in_evaluation():
+    model, ids = small_gpt(dropout=0.5), torch.tensor([[1, 2, 3]])
+    assert not torch.equal(model(ids), model(ids))
+    model.eval()
+    assert torch.equal(model(ids), model(ids)) and torch.equal(model(ids), small_gpt()(ids))

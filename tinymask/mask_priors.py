@@ -265,6 +265,28 @@ def impulse_support(side, depth, heads, vary=False):
     return layers
 
 
+# -- language: the further back, the less open (section 5.4, App. F) --------------------------------
+
+
+def distance_mask(tokens, slopes):
+    """Mask logits that fall with the distance to the past, M_ij = -slope max(i - j, 0): (H, N, N).
+
+    slopes: one for each head. The paper has 10 in every head, as log sigmoid(10 M) with M = -distance; here
+    the 10 is in M itself, which then moves by the learning rate as all of M does, and not ten times as fast.
+    log sigmoid(-s d) is -s d from a few nats on, so that a fixed M is ALiBi (arXiv 2108.12409).
+
+    >>> distance_mask(3, [2.0])[0].tolist()
+    [[-0.0, -0.0, -0.0], [-2.0, -0.0, -0.0], [-4.0, -2.0, -0.0]]
+    """
+    distance = torch.arange(tokens)[:, None] - torch.arange(tokens)
+    return -torch.tensor(slopes)[:, None, None] * distance.clamp(min=0)
+
+
+def geometric_slopes(heads):
+    """ALiBi's slopes: 2^(-8/H), 2^(-16/H), ..., 2^-8 (arXiv 2108.12409)."""
+    return [2 ** (-8 * (head + 1) / heads) for head in range(heads)]
+
+
 # -- controls -------------------------------------------------------------------------------------
 
 

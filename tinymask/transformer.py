@@ -33,9 +33,10 @@ def drop_path(x, probability, training):
 class Block(nn.Module):
     """Pre-norm transformer block, (B, N, D) -> (B, N, D)."""
 
-    def __init__(self, dim, heads, head_dim=None, mlp_dim=None, causal=False, bias=True, drop=0.0):
+    def __init__(self, dim, heads, head_dim=None, mlp_dim=None, causal=False, bias=True, drop=0.0, dropout=0.0):
         super().__init__()
         mlp_dim, self.drop = mlp_dim or 4 * dim, drop
+        self.dropout = nn.Dropout(dropout)
         self.norm1 = nn.LayerNorm(dim)
         self.attention = MaskedAttention(dim, heads, head_dim, causal=causal, bias=bias)
         self.norm2 = nn.LayerNorm(dim)
@@ -43,8 +44,8 @@ class Block(nn.Module):
 
     def forward(self, x, return_attention=False):
         mixed, attention = self.attention(self.norm1(x), return_attention=True)
-        x = x + drop_path(mixed, self.drop, self.training)
-        x = x + drop_path(self.mlp(self.norm2(x)), self.drop, self.training)
+        x = x + drop_path(self.dropout(mixed), self.drop, self.training)
+        x = x + drop_path(self.dropout(self.mlp(self.norm2(x))), self.drop, self.training)
         return (x, attention) if return_attention else x
 
 
@@ -52,13 +53,14 @@ class Transformer(nn.Module):
     """`depth` blocks and a last layer norm, (B, N, D) -> (B, N, D).
 
     bias: whether query, key, value and out have biases (the MLP always has). drop: of the last block's
-    branches, see `drop_path`; it grows from 0 in the first block.
+    branches, see `drop_path`; it grows from 0 in the first block. dropout: of single numbers in every branch.
     """
 
-    def __init__(self, dim, depth, heads, head_dim=None, mlp_dim=None, causal=False, bias=True, drop=0.0):
+    def __init__(self, dim, depth, heads, head_dim=None, mlp_dim=None, causal=False, bias=True, drop=0.0,
+                 dropout=0.0):
         super().__init__()
         rates = torch.linspace(0, drop, depth).tolist()
-        self.blocks = nn.ModuleList(Block(dim, heads, head_dim, mlp_dim, causal, bias, rate) for rate in rates)
+        self.blocks = nn.ModuleList(Block(dim, heads, head_dim, mlp_dim, causal, bias, rate, dropout) for rate in rates)
         self.norm = nn.LayerNorm(dim)
 
     def forward(self, x, return_attention=False):
@@ -168,11 +170,11 @@ def sincos(side, dim):
 class GPT(nn.Module):
     """A causal language model with learned positions: (B, N) token ids, N <= block -> logits (B, N, V)."""
 
-    def __init__(self, vocabulary, block, dim, depth, heads, head_dim=None, mlp_dim=None, bias=True):
+    def __init__(self, vocabulary, block, dim, depth, heads, head_dim=None, mlp_dim=None, bias=True, dropout=0.0):
         super().__init__()
         self.token = nn.Embedding(vocabulary, dim)
         self.position = nn.Parameter(torch.zeros(block, dim))
-        self.transformer = Transformer(dim, depth, heads, head_dim, mlp_dim, causal=True, bias=bias)
+        self.transformer = Transformer(dim, depth, heads, head_dim, mlp_dim, causal=True, bias=bias, dropout=dropout)
         self.head = nn.Linear(dim, vocabulary)
 
     def embed(self, ids):
@@ -183,6 +185,28 @@ class GPT(nn.Module):
         x, attentions = self.transformer(self.embed(ids), return_attention=True)
         output = self.head(x)
         return (output, attentions) if return_attention else output
+
+
+@torch.no_grad()
+def generate(model, ids, count, temperature=1.0, top_k=None, generator=None):
+    """Go on with token ids (B, N), N >= 1, by `count` tokens of a GPT: (B, N + count).
+
+    Each is drawn from softmax(logits / temperature), of the top_k likeliest if given; temperature 0 takes the
+    likeliest. Longer texts than the model's block are read from its last `block` tokens on.
+    """
+    block = len(model.position)
+    for _ in range(count):
+        logits = model(ids[:, -block:])[:, -1]  # (B, V)
+        if temperature == 0:
+            token = logits.argmax(dim=-1, keepdim=True)
+        else:
+            if top_k is not None and top_k < logits.shape[-1]:
+                least = logits.topk(top_k, dim=-1).values[:, -1:]
+                logits = logits.masked_fill(logits < least, float("-inf"))
+            share = (logits / temperature).softmax(dim=-1).cpu()
+            token = torch.multinomial(share, 1, generator=generator).to(ids.device)
+        ids = torch.cat([ids, token], dim=1)
+    return ids
 
 
 def init_weights(model, generator, token_std=1.0, position_std=0.3):
