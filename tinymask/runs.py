@@ -20,7 +20,7 @@ from tinymask import __version__
 
 # flags that choose which runs are made, or where; a run is the same run whatever they say
 NOT_OF_THE_RUN = ("tasks", "dataset", "inits", "seeds", "first_seed", "out", "resume", "plot", "smoke", "device",
-                  "data_dir", "download", "eval_only")
+                  "data_dir", "download", "eval_only", "sample", "prompt", "temperature", "top_k", "data")
 _interrupted = []
 
 

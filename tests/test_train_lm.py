@@ -1,0 +1,160 @@
+"""train_lm.py end to end on tiny settings and small files, and what it does with bad input."""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import train_lm
+from tinymask import runs, text
+
+pytestmark = pytest.mark.lm
+ROOT = Path(__file__).parent.parent
+TINY = ["--steps", "4", "--batch-size", "4", "--dim", "16", "--depth", "2", "--heads", "2", "--head-dim", "8",
+        "--block", "8"]
+
+
+@pytest.fixture
+def book(tmp_path):
+    path = tmp_path / "a book.txt"
+    path.write_text("the cat sat on the mat. é 😀\n" * 40, encoding="utf-8")
+    return str(path)
+
+
+def tiny(out, *more):
+    return train_lm.main([*TINY, "--out", str(out), *more])
+
+
+def lines(out):
+    return [json.loads(line) for line in (out / "results.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_result_lines(tmp_path, book, capsys):
+    results = tiny(tmp_path, "--data", book, "--inits", *train_lm.INITS)
+    assert lines(tmp_path) == json.loads(json.dumps(results)) and len(results) == len(train_lm.INITS)
+    for result in results:
+        assert set(result) == {"script", "task", "init", "seed", "config", "metrics", "curve", "steps", "seconds",
+                               "peak_rss_mb", "params", "threads", "versions", "device", "diverged", "complete"}
+        names = {"perplexity", "nll", "bits_per_byte", "tokens_evaluated"}
+        assert names | {f"val_{name}" for name in names} <= set(result["metrics"])
+        assert (result["params"]["mask"] == 0) == (result["init"] in ("default", "mimetic"))
+    by_init = {r["init"]: r for r in results}
+    assert by_init["alibi"]["metrics"]["mask_drift"] == by_init["mask-frozen"]["metrics"]["mask_drift"] == 0
+    assert by_init["mask"]["metrics"]["mask_drift"] > 0
+    assert by_init["default"]["curve"][0]["train_loss"] == pytest.approx(by_init["mask-zero"]["curve"][0]["train_loss"])
+    assert "perplexity per byte token" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("tokens", [2, 8, 9, 10, 600])
+def test_scores_are_those_of_one_block_after_the_other(tokens):
+    """Whatever the batches: against a loop over single predictions; and for any number of tokens."""
+    args = train_lm.settings(TINY, "builtin")
+    model = train_lm.build(args, "mask-slopes", 0, 256)
+    ids = torch.randint(256, (tokens,), generator=torch.Generator().manual_seed(0))
+    got = train_lm.scores(model, ids, 2 * tokens, 8, "cpu")
+    total = 0.0
+    with torch.no_grad():
+        for start in range(0, tokens - 1, 8):
+            window = ids[start: start + 9]
+            for n in range(1, len(window)):
+                total -= model(window[None, :n])[0, -1].log_softmax(-1)[window[n]].item()
+    assert got["tokens_evaluated"] == tokens - 1 and got["nll"] == pytest.approx(total / (tokens - 1), rel=1e-5)
+    assert got["bits_per_byte"] == pytest.approx(got["nll"] / 0.6931472 / 2) and model.training
+
+
+def test_resume_inside_a_run_equals_an_uninterrupted_one(tmp_path, book, monkeypatch):
+    flags = ["--data", book, "--inits", "mask", "--dropout", "0.3"]
+    whole = tiny(tmp_path / "whole", *flags)
+    calls = iter(range(100))
+    monkeypatch.setattr(runs, "interrupted", lambda: next(calls) >= 2)  # Ctrl-C during the third step
+    with pytest.raises(SystemExit) as stop:
+        tiny(tmp_path / "parts", *flags)
+    assert stop.value.code == 130
+    monkeypatch.undo()
+    parts = tiny(tmp_path / "parts", *flags, "--resume")
+    assert parts[0]["metrics"] == whole[0]["metrics"] and parts[0]["curve"] == whole[0]["curve"]
+    assert tiny(tmp_path / "parts", *flags, "--resume") == parts and len(lines(tmp_path / "parts")) == 1
+
+
+def test_another_text_is_another_run(tmp_path, book):
+    flags = ["--data", book, "--inits", "default"]
+    tiny(tmp_path, *flags)
+    Path(book).write_text("other words, many of them\n" * 40, encoding="utf-8")
+    tiny(tmp_path, *flags, "--resume")
+    first, second = lines(tmp_path)
+    assert first["config"]["text"] != second["config"]["text"]
+
+
+def test_inits_share_weights():
+    args = train_lm.settings(TINY, "builtin")
+    states = {init: train_lm.build(args, init, 0, 256).state_dict() for init in train_lm.INITS}
+    for name, value in states["default"].items():
+        for init, state in states.items():
+            if init != "mimetic" or not any(f".{part}." in name for part in ("query", "key", "value", "out")):
+                assert torch.equal(value, state[name]), (init, name)
+
+
+def test_the_checkpoint_holds_the_tokeniser(tmp_path, book, capsys):
+    tiny(tmp_path, "--data", book, "--inits", "mask", "--tokeniser", "word", "--sample", "5", "--prompt", "the cat")
+    (path,) = (tmp_path / "checkpoints").iterdir()
+    tokeniser = runs.load(path)["tokeniser"]
+    assert text.decode(tokeniser, text.encode(tokeniser, "the mat")) == "the mat"
+    assert any(line.startswith("the cat ") for line in capsys.readouterr().out.splitlines())
+
+
+def test_wikitext_and_stories_from_their_files(tmp_path):
+    (tmp_path / "wikitext-2").mkdir()
+    for part in ("train", "valid", "test"):
+        (tmp_path / "wikitext-2" / f"wiki.{part}.tokens").write_text(" \n = A = \n <unk> of words , \n" * 9)
+        (tmp_path / f"TinyStories-{part}.txt").write_text("Once there was.\n<|endoftext|>\n" * 20)
+    results = tiny(tmp_path / "out", "--dataset", "wikitext2", "tinystories", "--data-dir", str(tmp_path), "--inits",
+                   "default", "--tokeniser", "word")
+    assert [r["task"] for r in results] == ["wikitext2", "tinystories"]
+    assert results[0]["metrics"]["tokens_evaluated"] == 9 * (1 + 4 + 5) - 1
+
+
+def test_divergence_is_recorded(tmp_path, book):
+    (result,) = tiny(tmp_path, "--data", book, "--inits", "default", "--lr", "1e30")
+    assert result["diverged"]
+
+
+BAD = [
+    ["--dataset", "wikitext2"], ["--dataset", "tinystories"], ["--dataset", "ptb"], ["--data", "nosuch.txt"],
+    ["--data", "."], ["--bf16"], ["--tokeniser", "char"], ["--top-k", "0"], ["--temperature", "-1"], ["--block", "1"],
+    ["--dropout", "1"], ["--max-bytes", "1"], ["--sample", "-1"], ["--preset", "huge"],
+    ["--tokeniser", "word", "--prompt", "日本"], ["--tokeniser", "word", "--prompt", " "],
+]
+
+
+@pytest.mark.parametrize("flags", BAD, ids=" ".join)
+def test_bad_input_is_one_line_and_status_2(flags, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        train_lm.main([*flags, "--device", "cpu"])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and len(error.splitlines()) == 1 and flags[-2 if len(flags) > 2 else 0] in error
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("data", [b"", b"x", b"0123456789", b"caf\xe9" * 500, "ab".encode("utf-16") * 500,
+                                  b"word " * 30])
+def test_short_and_broken_files_are_named(data, tmp_path, capsys):
+    (tmp_path / "x.txt").write_bytes(data)
+    with pytest.raises(SystemExit) as stop:
+        tiny(tmp_path / "out", "--data", str(tmp_path / "x.txt"), "--inits", "default")
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and "x.txt" in error and len(error.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_as_a_process_on_a_plain_console(tmp_path, book):
+    """No UTF-8 anywhere in the environment; samples of broken bytes do not crash it."""
+    done = subprocess.run([sys.executable, str(ROOT / "train_lm.py"), *TINY, "--data", book, "--sample", "30", "--out",
+                           str(tmp_path)],
+                          capture_output=True, encoding="cp1252", errors="replace", cwd=tmp_path,
+                          env=os.environ | {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C",
+                                            "PYTHONIOENCODING": "cp1252"})
+    assert done.returncode == 0 and done.stderr == "" and len(lines(tmp_path)) == 6

@@ -1,0 +1,270 @@
+"""Language (paper, section 5.4 and App. F, Tables 6 and 12): does a prior of nearness help a language model?
+
+    python train_lm.py                   # the built-in text, one seed
+    python train_lm.py --data book.txt --inits default mask-slopes --sample 200
+
+All arms see the same windows of the same text. `mask` is the paper's: causal, falling by 10 a token in every
+head; `mask-slopes` has a geometric slope for each head, which fixed and without log sigmoid is `alibi`. Expected:
+masks below the default. Perplexities of different tokenisers do not compare; bits per byte do.
+"""
+import hashlib
+import itertools
+import math
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+from tinymask import mask_priors, pictures, qk_init, runs, text
+from tinymask.persistence import attention_shift, mask_drift
+from tinymask.transformer import GPT, generate, init_weights, masks, parameter_counts, parameter_groups
+
+DATASETS = ["builtin", "wikitext2", "wikitext2-raw", "tinystories"]
+INITS = ["default", "mimetic", "mask", "mask-slopes", "alibi", "bias", "mask-zero", "mask-frozen"]
+PRESETS = {
+    "small": dict(steps=600, batch_size=16, lr=1e-3, weight_decay=0.1, dim=96, depth=3, heads=4, head_dim=24, block=64,
+                  dropout=0.0, position_std=0.02, token_std=0.02, tokeniser="byte", max_bytes=12_000_000),
+    # Table 12; the heads are those of the repository that the paper builds on
+    "paper": dict(steps=3000, batch_size=128, lr=3e-4, weight_decay=0.01, dim=512, depth=12, heads=12, head_dim=42,
+                  block=64, dropout=0.2, position_std=0.02, token_std=0.02, tokeniser="gpt2", max_bytes=12_000_000),
+}
+OF_DATASET = {"tinystories": dict(steps=5000)}
+SMOKE = dict(steps=6, dim=32, depth=2, head_dim=8, batch_size=4)
+EVALUATIONS = 20  # points on a curve, at most; they are measured on the first PROBE blocks of the validation text
+PROBE = 64
+PAPER = {  # validation and test perplexity: Table 6
+    ("wikitext2-raw", "default"): (172.78, 181.91), ("wikitext2-raw", "mimetic"): (178.34, 188.87),
+    ("wikitext2-raw", "mask"): (166.76, 179.70), ("tinystories", "default"): (10.42, 10.49),
+    ("tinystories", "mimetic"): (10.64, 10.60), ("tinystories", "mask"): (10.40, 10.48),
+}
+
+
+def parser():
+    flags = runs.parser("train_lm.py", __doc__, DATASETS, INITS, PRESETS, flag="dataset", rows=6)
+    flags.set_defaults(dataset=DATASETS[:1])
+    add = flags.add_argument
+    add("--data", metavar="FILE", help="a UTF-8 text file instead of a data set")
+    add("--data-dir", default="data", metavar="DIR", help="where official files and folders lie (default: data)")
+    add("--max-bytes", type=runs.whole(1000, 2**40), metavar="N", help="of each file of TinyStories")
+    add("--tokeniser", choices=["byte", "word", "gpt2"], help="word: WikiText-2 as published, else 10,000 words")
+    add("--head-dim", type=runs.whole(1, 2**16), help="width of a head")
+    add("--block", type=runs.whole(2, 2**16), help="tokens that the model sees")
+    add("--dropout", type=runs.real(low=0, high=0.9), help="in every branch")
+    add("--position-std", type=runs.real(low=0, high=1e6), help="scale of the initial position codes")
+    add("--token-std", type=runs.real(low=0, high=1e6), help="scale of the initial token embedding")
+    add("--bf16", action="store_true", help="bfloat16 autocast, on CUDA")
+    add("--sample", type=runs.whole(0), default=0, metavar="N", help="write N tokens after each run")
+    add("--prompt", default="", help="what --sample goes on from (default: the first token of the training text)")
+    add("--temperature", type=runs.real(low=0, high=100), default=1.0, help="of --sample (default: 1; 0: likeliest)")
+    add("--top-k", type=runs.whole(1), help="of --sample: draw from the k likeliest tokens")
+    return flags
+
+
+def settings(argv, dataset):
+    """The flags for one data set: as given, else as its preset has them."""
+    presets = PRESETS | {"paper": PRESETS["paper"] | OF_DATASET.get(dataset, {})}
+    return runs.parse(parser(), argv, presets, SMOKE)
+
+
+def load(args, dataset):
+    """The tokeniser, and a pair (token ids, bytes) for each of the training, validation and test texts."""
+    name = args.data or dataset
+    try:
+        if args.data:
+            texts = text.load_file(args.data)
+        elif dataset == "builtin":
+            texts = text.builtin()
+        elif dataset == "tinystories":
+            texts = text.load_stories(args.data_dir, args.max_bytes)
+        else:
+            texts = text.load_wikitext(dataset, args.data_dir)
+        kind = "lines" if (args.tokeniser, dataset) == ("word", "wikitext2") and not args.data else args.tokeniser
+        tokeniser = text.make_tokeniser(kind, texts[0])
+        parts = [(text.encode(tokeniser, part), len(part.encode())) for part in texts]
+    except (FileNotFoundError, ValueError) as error:
+        runs.fail(f"{'--data' if args.data else '--dataset'} {name}: {error}")
+    for part, (ids, _) in zip(("training", "validation", "test"), parts):
+        if len(ids) <= args.block:
+            runs.fail(f"{name}: {len(ids)} tokens in the {part} text, --block {args.block} wants {args.block + 1}")
+    return tokeniser, parts
+
+
+@torch.no_grad()
+def scores(model, ids, size, block, device, limit=None):
+    """Perplexity, nats a token and bits a byte on a text of `size` bytes (or its first `limit` blocks).
+
+    Each token but the first is predicted once, from those before it in its block: sums over counts, so that
+    nothing depends on how the blocks are batched.
+    """
+    model.eval()
+    total, count, pairs = 0.0, 0, list(text.blocks(ids, block))[:limit]
+    whole = [pair for pair in pairs if pair[0].shape[1] == block]
+    batches = [[torch.cat(part) for part in zip(*whole[start: start + 64])] for start in range(0, len(whole), 64)]
+    for inputs, targets in batches + pairs[len(whole):]:
+        logits = model(inputs.to(device)).float()
+        total += F.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten(), reduction="sum").item()
+        count += targets.numel()
+    model.train()
+    nll = total / count
+    return {"perplexity": math.exp(min(nll, 700)), "nll": nll,
+            "bits_per_byte": nll / math.log(2) * len(ids) / size, "tokens_evaluated": count}
+
+
+@torch.no_grad()
+def attention_maps(model, inputs):
+    """One (B, H, N, N) for each layer, on the CPU."""
+    model.eval()
+    maps = [attention.cpu() for attention in model(inputs, return_attention=True)[1]]
+    model.train()
+    return maps
+
+
+def build(args, init, seed, vocabulary):
+    """The model of one run with its prior in place. Every init of a seed starts from the same weights, apart
+    from what it sets."""
+    model = GPT(vocabulary, args.block, args.dim, args.depth, args.heads, args.head_dim, dropout=args.dropout)
+    init_weights(model, runs.generator(seed, "weights"), args.token_std, args.position_std)
+    slopes = [10.0] * args.heads if init in ("mask", "mask-frozen") else mask_priors.geometric_slopes(args.heads)
+    mask, draws = mask_priors.distance_mask(args.block, slopes), runs.generator(seed, init)
+    for block in model.transformer.blocks:
+        attention = block.attention
+        if init == "mimetic":  # the signs of language
+            qk_init.mimetic(attention, draws, query_key=-0.7, sign=1)
+        elif init == "mask-zero":
+            attention.set_mask(torch.zeros_like(mask))
+        elif init == "alibi":
+            attention.set_mask(mask, learnable=False, squash=False)
+        elif init == "bias":  # the logits of mask-slopes at the start
+            attention.set_mask(F.logsigmoid(mask), squash=False)
+        elif init.startswith("mask"):
+            attention.set_mask(mask, learnable=init != "mask-frozen")
+    return model
+
+
+def encoded_prompt(args, tokeniser, train):
+    """Token ids of --prompt, or the first token of the training text. Unknown words are an error."""
+    prompt = text.encode(tokeniser, args.prompt) if args.prompt else train[:1]
+    if "types" in tokeniser:
+        unknown = set(text.pieces(tokeniser["kind"], args.prompt)) - set(tokeniser["types"]) - {text.END}
+        if unknown:
+            runs.fail(f"--prompt: not in the vocabulary: {' '.join(sorted(unknown))}")
+    if len(prompt) == 0:
+        runs.fail(f"--prompt {args.prompt!r}: no token in it")
+    return prompt
+
+
+def write_sample(args, model, tokeniser, prompt, device):
+    """Print what the model makes of a prompt, token ids (N,)."""
+    model.eval()
+    draws = runs.generator(0, "sample")
+    ids = generate(model, prompt[None].to(device), args.sample, args.temperature, args.top_k, draws)
+    model.train()
+    print(text.decode(tokeniser, ids[0].cpu()))
+
+
+def print_table(common, names, results):
+    """This run beside the paper's Table 6."""
+    rows = []
+    for name, init in itertools.product(names, common.inits):
+        these = [r["metrics"] for r in results if (r["task"], r["init"]) == (name, init)]
+        cells = [runs.mean_std([m[key] for m in these], digits) for key, digits in (
+            ("val_bits_per_byte", 4), ("bits_per_byte", 4), ("val_perplexity", 2), ("perplexity", 2))]
+        paper = PAPER.get((name, init), ("-", "-")) if common.tokeniser == "gpt2" else ("-", "-")
+        rows.append([f"{name} {init}", *cells, *paper])
+    header = ["", "bits/byte: val", "test", "perplexity: val", "test", "paper: val", "test"]
+    print(f"\n{common.seeds} seed(s), mean +- standard deviation; perplexity per {common.tokeniser} token, "
+          f"blocks of {common.block}")
+    print(runs.table(header, rows))
+
+
+def main(argv=None):
+    common = settings(argv, None)
+    names = [Path(common.data).name] if common.data else common.dataset
+    args_of = {name: settings(argv, name) for name in names}
+    if common.plot:
+        pictures.pyplot()  # a missing matplotlib is said before the training, not after it
+    data = {name: load(args, name) for name, args in args_of.items()}  # missing files are said now, too
+    for name, args in args_of.items():  # which text it is, for Pythons and files differ
+        args.text = hashlib.sha256(data[name][1][0][0].numpy().tobytes()).hexdigest()[:12]
+    prompts = {name: encoded_prompt(args, data[name][0], data[name][1][0][0]) for name, args in args_of.items()}
+    device = runs.pick_device(common.device)
+    if common.bf16 and device.type != "cuda":
+        runs.fail(f"--bf16: only on CUDA, this is {device}")
+    out = runs.open_out(common.out)
+    finished = runs.read_results(out) if common.resume else {}
+    print(f"device {device}, {torch.get_num_threads()} threads, torch {torch.__version__}, results in {out}")
+    results = []
+
+    for task, init, seed in itertools.product(args_of, common.inits, runs.seeds(common)):
+        args = args_of[task]
+        # data
+        tokeniser, ((train, _), (val, val_bytes), (test, test_bytes)) = data[task]
+        key = runs.run_key(vars(args), task, init, seed)
+        if key in finished:
+            results.append(finished[key])
+            continue
+        name = f"{task} {init} seed {seed}"
+        print(f"{name}: {len(train):,} tokens to learn from, {len(val):,} and {len(test):,} to validate and test on")
+
+        # model and prior
+        model = build(args, init, seed, text.vocabulary_size(tokeniser)).to(device)
+        few = torch.cat([inputs for inputs, _ in itertools.islice(text.blocks(val, args.block), 1)]).to(device)
+        first_maps = attention_maps(model, few)
+        first_masks = [mask.detach().cpu().clone() for mask in masks(model).values()]
+
+        # optimiser: the mask is a group of its own, without weight decay
+        optimizer = torch.optim.AdamW(parameter_groups(model, args.lr, args.mask_lr, args.weight_decay), lr=args.lr)
+        batches = runs.generator(seed, "batches")
+        checkpoint = out / "checkpoints" / f"{key}.pt"
+        step, curve, seconds = runs.resume(checkpoint, model, optimizer, batches) if args.resume else (0, [], 0.0)
+
+        # loop
+        bar = tqdm(total=args.steps, initial=step, desc=name, disable=None, leave=False)
+        start, diverged = time.perf_counter() - seconds, False
+        while step < args.steps and not diverged:
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak"] * runs.cosine(step, args.steps)
+            inputs, targets = (part.to(device) for part in text.batch(train, args.block, args.batch_size, batches))
+            torch.manual_seed(torch.randint(2**31, (1,), generator=batches).item())  # for dropout
+            with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
+                logits = model(inputs)
+            loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            step += 1
+            bar.update()
+            diverged = not math.isfinite(loss.item())
+            if step * EVALUATIONS // args.steps > (step - 1) * EVALUATIONS // args.steps:
+                point = scores(model, val, val_bytes, args.block, device, limit=PROBE)
+                curve.append({"step": step, "train_loss": loss.item(), **point})
+                diverged = diverged or not math.isfinite(point["nll"])
+                runs.report(bar, name, "step {step}: {bits_per_byte:.4f} bits/byte on validation".format(**curve[-1]))
+            if not diverged and (runs.interrupted() or step % 500 == 0):
+                runs.checkpoint(checkpoint, model, optimizer, batches, step, curve, time.perf_counter() - start)
+        bar.close()
+        seconds = time.perf_counter() - start
+
+        # evaluation: both texts, whole
+        validation = scores(model, val, val_bytes, args.block, device)
+        metrics = scores(model, test, test_bytes, args.block, device) | {
+            f"val_{measure}": value for measure, value in validation.items()} | {
+            "attention_shift": attention_shift(first_maps, attention_maps(model, few)),
+            "mask_drift": mask_drift(first_masks, [mask.detach() for mask in masks(model).values()]),
+        }
+        runs.save(checkpoint, {"model": model.state_dict(), "step": step, "tokeniser": tokeniser})
+        results.append(runs.record(out, args, "lm", task, init, seed, metrics=metrics, curve=curve, steps=step,
+                                   seconds=seconds, params=parameter_counts(model), device=device, diverged=diverged))
+        if diverged:
+            print(f"{name}: diverged at step {step}")
+        elif args.sample:
+            write_sample(args, model, tokeniser, prompts[task], device)
+
+    print_table(common, args_of, results)
+    return results
+
+
+if __name__ == "__main__":
+    runs.command(main)
