@@ -13,6 +13,8 @@ import pytest
 
 import train_arith
 import train_gotu
+import train_lm
+import train_vit
 from tinymask import pictures, runs
 
 pytestmark = pytest.mark.gotu
@@ -204,9 +206,9 @@ def test_the_cost_of_a_mask_in_the_readme_is_the_committed_measurement():
 
 
 def test_every_flag_in_the_readme_exists():
-    for script in (train_gotu, train_arith):
+    for script in (train_gotu, train_arith, train_vit, train_lm):
         known = set(script.parser()._option_string_actions)
-        commands = re.findall(rf"python {script.__name__}\.py[^\n`|]*", README)
+        commands = re.findall(rf"{script.__name__}\.py[^\n`|]*", README)
         assert commands
         for command in commands:
             assert set(re.findall(r"--[a-z-]+", command)) <= known, command
