@@ -135,6 +135,17 @@ def map_rows():
     return rows
 
 
+def paper_rows():
+    """The paper preset of the Boolean script: one run each."""
+    rows = []
+    for r in lines_of("gotu-paper.jsonl"):
+        m, (accuracy, mse) = r["metrics"], train_gotu.PAPER[r["task"], r["init"]]
+        rows.append(row(f"`{r['init']}`", f"{100 * accuracy:.2f} %, {mse:g}", f"{100 * m['acc_all']:.2f} %",
+                        f"{100 * m['acc_unseen']:.2f} %", f"{m['mse_all']:.4f}", f"{m['mse_seen']:.4f}",
+                        support([r])))
+    return rows
+
+
 def gotu_facts():
     """Figures in the README's prose, each as the text that must stand there."""
     lines, default = lines_of(), lines_of("gotu-default.jsonl")
@@ -148,7 +159,10 @@ def gotu_facts():
                                     if (r["task"], r["init"], r["config"]["head_dim"]) == ("2parity", "svd", size)
                                     and changed(r) == f"--head-dim {size}") for size in (8, 4)}
     full = statistics.fmean(min(r["metrics"]["support_mass_init"]) for r in runs_of["2parity", "svd"])
+    unseen = {point["step"]: point["mse_unseen"] for point in lines_of("gotu-paper.jsonl")[1]["curve"]}
     return [
+        f"at step 1,728, with an mse of {unseen[1728]:.2f} there, and close from step 3,456 on ({unseen[3456]:.4f}; at "
+        f"the end {unseen[8640]:.4f}",
         f"from {full:.2f} with heads of 16 to {least[8]:.2f} with 8 and {least[4]:.2f} with 4",
         f"{worst['2parity', 'mask']:.4f} on 2Parity, {worst['majority', 'mask']:.4f} on Majority and "
         f"{worst['cyclic3', 'mask']:.4f} on Cyclic3",
@@ -163,9 +177,16 @@ def gotu_facts():
 
 def test_gotu_rows_and_facts_stand_in_the_readme():
     prose = " ".join(README.split())  # a fact may stand on two lines
-    missing = [text for text in gotu_rows() + control_rows() + map_rows() if text not in README]
+    missing = [text for text in gotu_rows() + control_rows() + map_rows() + paper_rows() if text not in README]
     missing += [text for text in gotu_facts() if text not in prose]
     assert not missing, "\n".join(missing)
+
+
+def test_the_paper_preset_s_runs():
+    for r in lines_of("gotu-paper.jsonl"):
+        usual = vars(train_gotu.settings(["--preset", "paper"], r["task"]))
+        assert all(r["config"][name] == usual[name] for name in train_gotu.PRESETS["paper"])
+        assert r["steps"] == 8640 and r["complete"] and not r["diverged"]
 
 
 def test_the_map_and_the_controls_are_three_seeds_each():
@@ -229,4 +250,4 @@ if __name__ == "__main__":
     if sys.argv[1:]:
         draw_map(sys.argv[1])
     else:
-        print("\n".join(gotu_rows() + control_rows() + map_rows() + gotu_facts()))
+        print("\n".join(gotu_rows() + control_rows() + map_rows() + paper_rows() + gotu_facts()))
