@@ -146,6 +146,29 @@ def paper_rows():
     return rows
 
 
+def arith_rows():
+    """One row for each preset, readout, task, fraction and init of the arithmetic script."""
+    rows, groups = [], {}
+    for r in lines_of("arith.jsonl"):
+        config = r["config"]
+        groups.setdefault((config["preset"], config["readout"], r["task"], config["fraction"], r["init"]), []).append(r)
+    for (preset, readout, task, fraction, init), these in groups.items():
+        metrics, config = [r["metrics"] for r in these], these[0]["config"]
+        same = config["digits"] == 3 and fraction == train_arith.PAPER_FRACTION[task]
+        paper = "{:.2%}, {:.2%}, {:g}".format(*train_arith.PAPER[task, init]).replace("%", " %") if same else "-"
+        steps = [spread([m[name] for m in metrics], 0) for name in ("steps_to_75", "steps_to_99")]
+        rows.append(row(preset, readout, task, f"{100 * fraction:g} %", f"`{init}`", paper,
+                        percent(these, "exact_match"), percent(these, "digit_accuracy"),
+                        spread([m["loss"] for m in metrics], 3), *steps, mass_of_layers(these)))
+    return rows
+
+
+def mass_of_layers(these):
+    """'start → end' of the layer that keeps least, a mean over seeds."""
+    ends = [mean([min(r["metrics"][f"support_mass_{when}"]) for r in these]) for when in ("init", "final")]
+    return " → ".join(ends)
+
+
 def gotu_facts():
     """Figures in the README's prose, each as the text that must stand there."""
     lines, default = lines_of(), lines_of("gotu-default.jsonl")
@@ -180,6 +203,25 @@ def test_gotu_rows_and_facts_stand_in_the_readme():
     missing = [text for text in gotu_rows() + control_rows() + map_rows() + paper_rows() if text not in README]
     missing += [text for text in gotu_facts() if text not in prose]
     assert not missing, "\n".join(missing)
+
+
+@pytest.mark.arith
+def test_arith_rows_stand_in_the_readme():
+    missing = [text for text in arith_rows() if text not in README]
+    assert not missing, "\n".join(missing)
+
+
+@pytest.mark.arith
+def test_arith_runs_are_three_seeds_of_a_preset():
+    groups = {}
+    for r in lines_of("arith.jsonl"):
+        given = ["--preset", r["config"]["preset"], "--readout", r["config"]["readout"]]
+        usual = vars(train_arith.settings(given, r["task"])) | {"fraction": r["config"]["fraction"]}
+        names = [name for name in r["config"] if name not in runs.NOT_OF_THE_RUN]
+        assert {name: r["config"][name] for name in names} == {name: usual[name] for name in names}
+        assert r["complete"] and not r["diverged"] and r["steps"] == r["config"]["steps"]
+        groups.setdefault((*given, r["task"], r["config"]["fraction"], r["init"]), []).append(r["seed"])
+    assert groups and all(sorted(seeds) == [0, 1, 2] for seeds in groups.values())
 
 
 def test_the_paper_preset_s_runs():
@@ -250,4 +292,4 @@ if __name__ == "__main__":
     if sys.argv[1:]:
         draw_map(sys.argv[1])
     else:
-        print("\n".join(gotu_rows() + control_rows() + map_rows() + paper_rows() + gotu_facts()))
+        print("\n".join(gotu_rows() + control_rows() + map_rows() + paper_rows() + arith_rows() + gotu_facts()))

@@ -69,6 +69,8 @@ def learning(results, tasks, inits, path):
         for ax in row[len(fractions[task]):]:
             ax.set(title=f"{task}, at the end", xlabel="fraction of all pairs", xscale="log",
                    visible=ax is row[len(fractions[task])] and len(fractions[task]) > 1)
+            ax.set_xticks(fractions[task], [f"{100 * fraction:g} %" for fraction in fractions[task]])
+            ax.minorticks_off()
         for ax, fraction in zip(row, fractions[task]):
             ax.set(title=f"{task}, {100 * fraction:g} % of all pairs", xlabel="step")
             for init in inits:
