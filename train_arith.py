@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from tinymask import arithmetic, mask_priors, pictures, qk_init, runs
-from tinymask.persistence import attention_shift, mask_drift, support_mass
+from tinymask.persistence import attention_maps, attention_shift, mask_drift, support_mass
 from tinymask.transformer import GPT, Encoder, init_weights, masks, parameter_counts, parameter_groups
 
 TASKS = list(arithmetic.OPERATIONS)
@@ -28,10 +28,10 @@ READOUTS = {"token": "none", "mean": "mean", "flat": "flat"}  # as Encoder calls
 PRESETS = {
     "small": dict(steps=400, batch_size=256, lr=1e-3, weight_decay=1e-3, dim=128, depth=3, heads=4, head_dim=32,
                   mlp_dim=256, position_std=1.0, open=5.0, closed=-5.0, digits=3, fraction=[0.001, 0.004],
-                  readout="token", eval_size=10_000),
+                  eval_size=10_000),
     # Table 8; 800 steps are 50 epochs of 4,000 pairs
     "paper": dict(steps=800, batch_size=256, lr=1e-3, weight_decay=1e-3, dim=256, depth=6, heads=4, head_dim=64,
-                  mlp_dim=256, position_std=1.0, open=5.0, closed=-5.0, digits=3, fraction=[0.004], readout="token",
+                  mlp_dim=256, position_std=1.0, open=5.0, closed=-5.0, digits=3, fraction=[0.004],
                   eval_size=10_000),
 }
 OF_TASK = {  # where multiplication differs; 5,900 steps are 50 epochs of 30,000 pairs
@@ -62,7 +62,8 @@ def parser():
     add = flags.add_argument
     add("--mode", choices=["one-pass", "autoregressive"], default="one-pass",
         help="all digits of an answer at once, or one after the other (default: one-pass)")
-    add("--readout", choices=list(READOUTS), help="one-pass: a digit from each token, or all from mean or all tokens")
+    add("--readout", choices=list(READOUTS),
+        help="one-pass: a digit from each token, or all from mean or all tokens (default: token)")
     add("--order", choices=["plain", "reversed"], help="autoregressive: of the answer's digits (default: plain)")
     add("--fraction", type=runs.real(above=0), nargs="+", metavar="F", help="of all pairs, shown in training")
     add("--digits", type=runs.whole(2, 3), help="digits of an operand")
@@ -80,16 +81,15 @@ def parser():
 
 def settings(argv, task):
     """The flags for one task: as given, else as its preset has them."""
-    given = parser().parse_args(argv)
-    for flag, mode in (("order", "autoregressive"), ("readout", "one-pass")):
-        if getattr(given, flag) and given.mode != mode:
-            runs.fail(f"--{flag} {getattr(given, flag)}: only with --mode {mode}")
-    if "mask-literal" in given.inits and given.mode != "one-pass":
-        runs.fail("--inits mask-literal: only with --mode one-pass, the paper's")
     presets = {name: preset | OF_TASK[name].get(task, {}) for name, preset in PRESETS.items()}
     args = runs.parse(parser(), argv, presets, SMOKE)
-    if args.mode == "autoregressive":
-        args.readout, args.order = None, args.order or "plain"
+    for flag, mode, usual in (("order", "autoregressive", "plain"), ("readout", "one-pass", "token")):
+        if args.mode == mode:
+            setattr(args, flag, getattr(args, flag) or usual)
+        elif getattr(args, flag):
+            runs.fail(f"--{flag} {getattr(args, flag)}: only with --mode {mode}")
+    if "mask-literal" in args.inits and args.mode != "one-pass":
+        runs.fail("--inits mask-literal: only with --mode one-pass, the paper's")
     return args
 
 
@@ -147,12 +147,6 @@ def scores(args, task, model, inputs, answers):
         return dict.fromkeys(("exact_match", "digit_accuracy", "loss"), math.nan)
     exact, digits = arithmetic.grade(guesses, answers)
     return {"exact_match": exact / len(answers), "digit_accuracy": digits / answers.numel(), "loss": loss}
-
-
-@torch.no_grad()
-def attention_maps(model, inputs):
-    """One (B, H, N, N) for each layer."""
-    return model(inputs, return_attention=True)[1]
 
 
 def prior(args, task, init, seed):

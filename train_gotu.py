@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from tinymask import boolean, mask_priors, pictures, qk_init, runs
-from tinymask.persistence import attention_shift, mask_drift, support_mass
+from tinymask.persistence import attention_maps, attention_shift, mask_drift, support_mass
 from tinymask.transformer import Encoder, init_weights, masks, parameter_counts, parameter_groups
 
 TASKS = list(mask_priors.BOOLEAN)
@@ -81,12 +81,6 @@ def settings(argv, task):
 def predict(model, ids):
     """(P, n) token ids -> (P,) on the CPU, in pieces."""
     return torch.cat([model(piece)[:, 0] for piece in ids.split(2048)]).cpu()
-
-
-@torch.no_grad()
-def attention_maps(model, ids):
-    """One (B, H, N, N) for each layer."""
-    return model(ids, return_attention=True)[1]
 
 
 def squared_errors(prediction, target, seen):

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from tinymask import mask_priors, pictures, qk_init, runs, text
-from tinymask.persistence import attention_shift, mask_drift
+from tinymask.persistence import attention_maps, attention_shift, mask_drift
 from tinymask.transformer import GPT, generate, init_weights, masks, parameter_counts, parameter_groups
 
 DATASETS = ["builtin", "wikitext2", "wikitext2-raw", "tinystories"]
@@ -110,15 +110,6 @@ def scores(model, ids, size, block, device, limit=None):
     nll = total / count
     return {"perplexity": math.exp(min(nll, 700)), "nll": nll,
             "bits_per_byte": nll / math.log(2) * len(ids) / size, "tokens_evaluated": count}
-
-
-@torch.no_grad()
-def attention_maps(model, inputs):
-    """One (B, H, N, N) for each layer, on the CPU."""
-    model.eval()
-    maps = [attention.cpu() for attention in model(inputs, return_attention=True)[1]]
-    model.train()
-    return maps
 
 
 def build(args, init, seed, vocabulary):

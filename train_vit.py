@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from tinymask import images, mask_priors, pictures, qk_init, runs
-from tinymask.persistence import attention_shift, mask_drift, support_mass
+from tinymask.persistence import attention_maps, attention_shift, mask_drift, support_mass
 from tinymask.transformer import ViT, init_weights, masks, parameter_counts, parameter_groups
 
 DATASETS = ["builtin", "builtin-global", "cifar10", "cifar100", "imagenet100"]
@@ -128,15 +128,6 @@ def scores(args, model, x, labels, device):
     model.train()
     loss /= len(labels)
     return {"top1": right / len(labels) if math.isfinite(loss) else math.nan, "loss": loss}
-
-
-@torch.no_grad()
-def attention_maps(model, x):
-    """One (B, H, N, N) for each layer, on the CPU."""
-    model.eval()
-    maps = [attention.cpu() for attention in model(x, return_attention=True)[1]]
-    model.train()
-    return maps
 
 
 def build(args, dataset, init, seed):

@@ -96,7 +96,7 @@ def load_cifar(name, data_dir="data"):
             members = sorted((m for m in tar if m.isfile() and m.name.endswith(".bin")), key=lambda m: m.name)
             return _sets(about, {Path(m.name).name: lambda m=m: tar.extractfile(m).read() for m in members}, archive)
     except (EOFError, OSError, tarfile.TarError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = _first_line(error)
         raise ValueError(f"{archive}: cannot be read to its end ({reason}); delete it, fetch it again") from None
 
 
@@ -248,8 +248,12 @@ def _decode(path, size):
             image = image.resize((width, height), Image.BICUBIC).crop((left, top, left + size, top + size))
             return numpy.asarray(image).transpose(2, 0, 1)
     except (OSError, SyntaxError, ValueError) as error:  # pillow raises all three
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{path}: not a readable image ({reason})") from None
+        raise ValueError(f"{path}: not a readable image ({_first_line(error)})") from None
+
+
+def _first_line(error):
+    """What an exception says, as one line that is never empty."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 # -- augmentation ---------------------------------------------------------------------------------

@@ -6,6 +6,16 @@ models return it; a support, (N, N) or (H, N, N), is 1 where the prior lets row 
 import torch
 
 
+@torch.no_grad()
+def attention_maps(model, inputs):
+    """What a model attends to, evaluated: one (B, H, N, N) for each layer, on the CPU."""
+    training = model.training
+    model.eval()
+    maps = [attention.cpu() for attention in model(inputs, return_attention=True)[1]]
+    model.train(training)
+    return maps
+
+
 def support_mass(maps, supports, causal=False):
     """Attention on the support, for each layer: a mean over heads, inputs and the rows that have a prior.
 

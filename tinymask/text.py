@@ -19,13 +19,11 @@ from pathlib import Path
 
 import torch
 
-WIKITEXT = {  # addresses and hashes: see the README; the hosts of Stephen Merity's own page
+WIKITEXT = {  # Stephen Merity's own host
     "wikitext2": dict(archive="wikitext-2-v1.zip", folder="wikitext-2", ending="tokens",
-                      url="https://wikitext.smerity.com/wikitext-2-v1.zip",
-                      sha256="92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c"),
+                      url="https://wikitext.smerity.com/wikitext-2-v1.zip"),
     "wikitext2-raw": dict(archive="wikitext-2-raw-v1.zip", folder="wikitext-2-raw", ending="raw",
-                          url="https://wikitext.smerity.com/wikitext-2-raw-v1.zip",
-                          sha256="ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11"),
+                          url="https://wikitext.smerity.com/wikitext-2-raw-v1.zip"),
 }
 STORIES = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/f54c09fd23315a6f9c86f9dc80f725de7d8f9c64/"
 SEPARATOR = "<|endoftext|>"
@@ -87,7 +85,7 @@ def load_wikitext(name, data_dir="data"):
         return tuple(read(folder / file) for file in names)
     if not archive.is_file():
         raise FileNotFoundError(f"{archive} is missing: put {about['url']} there, or its extracted folder "
-                                f"{about['folder']}, or give --download")
+                                f"{about['folder']}")
     try:
         with zipfile.ZipFile(archive) as source:
             return tuple(_decode(source.read(f"{about['folder']}/{file}"), f"{archive}/{file}") for file in names)
