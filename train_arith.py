@@ -27,11 +27,11 @@ INITS = ["default", "svd", "opt", "mask", "mask-literal", *CONTROLS]
 READOUTS = {"token": "none", "mean": "mean", "flat": "flat"}  # as Encoder calls them
 PRESETS = {
     "small": dict(steps=400, batch_size=256, lr=1e-3, weight_decay=1e-3, dim=128, depth=3, heads=4, head_dim=32,
-                  mlp_dim=256, position_std=1.0, open=5.0, closed=-5.0, digits=3, fraction=[0.001, 0.004],
-                  eval_size=10_000),
+                  mlp_dim=256, token_std=1.0, position_std=1.0, open=5.0, closed=-5.0, digits=3,
+                  fraction=[0.001, 0.004], eval_size=10_000),
     # Table 8; 800 steps are 50 epochs of 4,000 pairs
     "paper": dict(steps=800, batch_size=256, lr=1e-3, weight_decay=1e-3, dim=256, depth=6, heads=4, head_dim=64,
-                  mlp_dim=256, position_std=1.0, open=5.0, closed=-5.0, digits=3, fraction=[0.004],
+                  mlp_dim=256, token_std=1.0, position_std=1.0, open=5.0, closed=-5.0, digits=3, fraction=[0.004],
                   eval_size=10_000),
 }
 OF_TASK = {  # where multiplication differs; 5,900 steps are 50 epochs of 30,000 pairs
@@ -70,6 +70,7 @@ def parser():
     add("--eval-size", type=size, metavar="N", help="evaluate on so many of the other pairs, at most, or: all")
     add("--head-dim", type=runs.whole(1, 2**16), help="width of a head")
     add("--mlp-dim", type=runs.whole(1, 2**16), help="width of the MLPs")
+    add("--token-std", type=runs.real(low=0, high=1e6), help="scale of the initial token embeddings")
     add("--position-std", type=runs.real(low=0, high=1e6), help="scale of the initial position codes")
     add("--open", type=runs.real(), help="mask logit of an open pair")
     add("--closed", type=runs.real(), metavar="M", help="mask logit of a closed pair, as --closed=-5")
@@ -172,7 +173,7 @@ def build(args, task, init, seed, inputs):
     else:
         outputs = 10 if args.readout == "token" else 10 * width
         model = Encoder(10, inputs.shape[1], outputs, *shape, pooling=READOUTS[args.readout])
-    init_weights(model, runs.generator(seed, "weights"), position_std=args.position_std)
+    init_weights(model, runs.generator(seed, "weights"), args.token_std, args.position_std)
     supports = prior(args, task, init, seed)
     if init.startswith(("svd", "opt")):
         sample = torch.randperm(len(inputs), generator=runs.generator(seed, "sample"))[:256]
