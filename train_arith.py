@@ -74,6 +74,7 @@ def parser():
     add("--position-std", type=runs.real(low=0, high=1e6), help="scale of the initial position codes")
     add("--open", type=runs.real(), help="mask logit of an open pair")
     add("--closed", type=runs.real(), metavar="M", help="mask logit of a closed pair, as --closed=-5")
+    add("--bf16", action="store_true", help="train in bfloat16 autocast: twice as fast where the processor has it")
     for preset, tasks in OF_TASK.items():
         for task, own in tasks.items():
             flags.epilog += f"\npreset {preset}, {task}: " + ", ".join(f"{f} {value}" for f, value in own.items())
@@ -278,8 +279,9 @@ def main(argv=None):
             for group in optimizer.param_groups:
                 group["lr"] = group["peak"] * runs.cosine(step, args.steps)
             batch = torch.randint(len(inputs), (args.batch_size,), generator=batches)
-            logits = digit_logits(args, task, model, inputs[batch])
-            loss = F.cross_entropy(logits.flatten(0, 1), answers[batch].flatten())
+            with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
+                logits = digit_logits(args, task, model, inputs[batch])
+            loss = F.cross_entropy(logits.float().flatten(0, 1), answers[batch].flatten())
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

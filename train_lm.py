@@ -14,10 +14,12 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from tqdm import tqdm
 
 from tinymask import mask_priors, pictures, qk_init, runs, text
+from tinymask.fetch import fetch
 from tinymask.persistence import attention_maps, attention_shift, mask_drift
 from tinymask.transformer import GPT, generate, init_weights, masks, parameter_counts, parameter_groups
 
@@ -47,6 +49,7 @@ def parser():
     add = flags.add_argument
     add("--data", metavar="FILE", help="a UTF-8 text file instead of a data set")
     add("--data-dir", default="data", metavar="DIR", help="where official files and folders lie (default: data)")
+    add("--download", action="store_true", help="fetch the official files if they are not there")
     add("--max-bytes", type=runs.whole(1000, 2**40), metavar="N", help="of each file of TinyStories")
     add("--tokeniser", choices=["byte", "word", "gpt2"], help="word: WikiText-2 as published, else 10,000 words")
     add("--head-dim", type=runs.whole(1, 2**16), help="width of a head")
@@ -68,10 +71,23 @@ def settings(argv, dataset):
     return runs.parse(parser(), argv, presets, SMOKE)
 
 
+def download(args, dataset):
+    """Fetch the official files of a data set, unless they are there."""
+    folder = Path(args.data_dir)
+    if dataset == "tinystories":
+        for name, checksum in text.STORIES.items():
+            fetch(text.STORIES_BASE + name, folder / name, checksum)
+    elif dataset in text.WIKITEXT and not (folder / text.WIKITEXT[dataset]["folder"]).is_dir():
+        archive = text.WIKITEXT[dataset]["archive"]
+        fetch(text.WIKITEXT_BASE + archive, folder / archive, text.WIKITEXT[dataset]["sha256"])
+
+
 def load(args, dataset):
     """The tokeniser, and a pair (token ids, bytes) for each of the training, validation and test texts."""
     name = args.data or dataset
     try:
+        if args.download and not args.data:
+            download(args, dataset)
         if args.data:
             texts = text.load_file(args.data)
         elif dataset == "builtin":
@@ -170,6 +186,34 @@ def print_table(common, names, results):
     print(runs.table(header, rows))
 
 
+def plot(common, args_of, results, out, data):
+    """Figures: the curves; for each text and each init of the first seed, attention at the start and at the end, a
+    mean over heads and validation blocks, and sigmoid(M) of each head."""
+    pictures.progress(results, list(args_of), common.inits, "bits_per_byte", "bits per byte, validation",
+                      out / "curves.png")
+    for name, args in args_of.items():
+        tokeniser, (_, (val, _), _) = data[name]
+        whole = [inputs for inputs, _ in text.blocks(val, args.block) if inputs.shape[1] == args.block]
+        few, columns = torch.cat(whole[:16]), [f"layer {layer + 1}, {when}" for layer in range(args.depth)
+                                               for when in ("start", "end")]
+        attention, openness, rows = [], [], []
+        for init in common.inits:
+            model, looks = build(args, init, common.first_seed, text.vocabulary_size(tokeniser)), []
+            path = out / "checkpoints" / f"{runs.run_key(vars(args), name, init, common.first_seed)}.pt"
+            for _ in range(2):  # at the start, at the end
+                looks.append(([m.mean(dim=(0, 1)) for m in attention_maps(model, few)],
+                              [m.detach().sigmoid().tril() for m in masks(model).values()]))
+                runs.restore(path, model)
+            attention += [part for pair in zip(looks[0][0], looks[1][0]) for part in pair]
+            if init.startswith("mask"):
+                rows += [f"{init}, head {head + 1}" for head in range(args.heads)]
+                openness += [part[head] for head in range(args.heads)
+                             for pair in zip(looks[0][1], looks[1][1]) for part in pair]
+        pictures.grid(common.inits, columns, attention, out / f"attention-{name}.png")
+        if rows:
+            pictures.grid(rows, columns, openness, out / f"masks-{name}.png")
+
+
 def main(argv=None):
     common = settings(argv, None)
     names = [Path(common.data).name] if common.data else common.dataset
@@ -180,12 +224,14 @@ def main(argv=None):
     for name, args in args_of.items():  # which text it is, for Pythons and files differ
         args.text = hashlib.sha256(data[name][1][0][0].numpy().tobytes()).hexdigest()[:12]
     prompts = {name: encoded_prompt(args, data[name][0], data[name][1][0][0]) for name, args in args_of.items()}
-    device = runs.pick_device(common.device)
+    rank, world, device = runs.start_processes(common.device, common.batch_size)
     if common.bf16 and device.type != "cuda":
         runs.fail(f"--bf16: only on CUDA, this is {device}")
     out = runs.open_out(common.out)
     finished = runs.read_results(out) if common.resume else {}
-    print(f"device {device}, {torch.get_num_threads()} threads, torch {torch.__version__}, results in {out}")
+    if rank == 0:
+        print(f"device {device}, {world} process(es), {torch.get_num_threads()} threads, torch {torch.__version__}, "
+              f"results in {out}")
     results = []
 
     for task, init, seed in itertools.product(args_of, common.inits, runs.seeds(common)):
@@ -197,13 +243,16 @@ def main(argv=None):
             results.append(finished[key])
             continue
         name = f"{task} {init} seed {seed}"
-        print(f"{name}: {len(train):,} tokens to learn from, {len(val):,} and {len(test):,} to validate and test on")
+        if rank == 0:
+            print(f"{name}: {len(train):,} tokens to learn from, {len(val):,} and {len(test):,} to validate and "
+                  "test on")
 
         # model and prior
         model = build(args, init, seed, text.vocabulary_size(tokeniser)).to(device)
         few = torch.cat([inputs for inputs, _ in itertools.islice(text.blocks(val, args.block), 1)]).to(device)
         first_maps = attention_maps(model, few)
         first_masks = [mask.detach().cpu().clone() for mask in masks(model).values()]
+        parallel = model if world == 1 else torch.nn.parallel.DistributedDataParallel(model)
 
         # optimiser: the mask is a group of its own, without weight decay
         optimizer = torch.optim.AdamW(parameter_groups(model, args.lr, args.mask_lr, args.weight_decay), lr=args.lr)
@@ -212,19 +261,21 @@ def main(argv=None):
         step, curve, seconds = runs.resume(checkpoint, model, optimizer, batches) if args.resume else (0, [], 0.0)
 
         # loop
-        bar = tqdm(total=args.steps, initial=step, desc=name, disable=None, leave=False)
+        bar = tqdm(total=args.steps, initial=step, desc=name, disable=None if rank == 0 else True, leave=False)
         start, diverged = time.perf_counter() - seconds, False
         while step < args.steps and not diverged:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak"] * runs.cosine(step, args.steps)
             inputs, targets = (part.to(device) for part in text.batch(train, args.block, args.batch_size, batches))
-            torch.manual_seed(torch.randint(2**31, (1,), generator=batches).item())  # for dropout
+            torch.manual_seed(torch.randint(2**31, (1,), generator=batches).item() + rank)  # for dropout
             with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
-                logits = model(inputs)
-            loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+                logits = parallel(inputs[rank::world])
+            loss = F.cross_entropy(logits.float().flatten(0, 1), targets[rank::world].flatten())
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            if world > 1:  # what all of them have, for the record
+                dist.all_reduce(loss := loss.detach() / world)
             step += 1
             bar.update()
             diverged = not math.isfinite(loss.item())
@@ -232,8 +283,9 @@ def main(argv=None):
                 point = scores(model, val, val_bytes, args.block, device, limit=PROBE)
                 curve.append({"step": step, "train_loss": loss.item(), **point})
                 diverged = diverged or not math.isfinite(point["nll"])
-                runs.report(bar, name, "step {step}: {bits_per_byte:.4f} bits/byte on validation".format(**curve[-1]))
-            if not diverged and (runs.interrupted() or step % 500 == 0):
+                if rank == 0:
+                    runs.report(bar, name, "step {step}: {bits_per_byte:.4f} bits/byte, validation".format(**curve[-1]))
+            if rank == 0 and not diverged and (runs.interrupted() or step % 500 == 0):
                 runs.checkpoint(checkpoint, model, optimizer, batches, step, curve, time.perf_counter() - start)
         bar.close()
         seconds = time.perf_counter() - start
@@ -245,6 +297,9 @@ def main(argv=None):
             "attention_shift": attention_shift(first_maps, attention_maps(model, few)),
             "mask_drift": mask_drift(first_masks, [mask.detach() for mask in masks(model).values()]),
         }
+        if rank > 0:
+            results.append({"task": task, "init": init, "metrics": metrics, "diverged": diverged})
+            continue
         runs.save(checkpoint, {"model": model.state_dict(), "step": step, "tokeniser": tokeniser})
         results.append(runs.record(out, args, "lm", task, init, seed, metrics=metrics, curve=curve, steps=step,
                                    seconds=seconds, params=parameter_counts(model), device=device, diverged=diverged))
@@ -253,7 +308,10 @@ def main(argv=None):
         elif args.sample:
             write_sample(args, model, tokeniser, prompts[task], device)
 
-    print_table(common, args_of, results)
+    if rank == 0:
+        print_table(common, args_of, results)
+        if common.plot:
+            plot(common, args_of, results, out, data)
     return results
 
 

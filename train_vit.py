@@ -8,9 +8,9 @@ All arms see the same images, batches and augmentation. Expected: where the clas
 patches, a mask that opens one neighbour a head learns faster than the same pattern in the query and key
 projections (impulse), and that faster than the default; where a far patch decides, it should not help.
 """
+import functools
 import itertools
 import math
-import os
 import time
 from pathlib import Path
 
@@ -20,15 +20,17 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from tinymask import images, mask_priors, pictures, qk_init, runs
+from tinymask.fetch import fetch
 from tinymask.persistence import attention_maps, attention_shift, mask_drift, support_mass
 from tinymask.transformer import ViT, init_weights, masks, parameter_counts, parameter_groups
 
 DATASETS = ["builtin", "builtin-global", "cifar10", "cifar100", "imagenet100"]
 CLASSES = {"builtin": 10, "builtin-global": 10, "cifar10": 10, "cifar100": 100, "imagenet100": 100}
-INITS = ["default", "mimetic", "impulse", "mask", "mask-frozen", "mask-zero", "mask-shuffled", "bias"]
+CONTROLS = ["mask-zero", "mask-shuffled", "bias", "svd-frozen"]
+INITS = ["default", "mimetic", "impulse", "svd", "mask", "mask-frozen", *CONTROLS]
 PRESETS = {
     "small": dict(steps=600, batch_size=64, lr=1e-3, weight_decay=0.05, warmup=60, side=32, patch=4, dim=96, depth=4,
-                  heads=3, pooling="mean", positions="sincos", drop_path=0.0, augment="none", open=10.0, closed=-10.0),
+                  heads=3, pooling="mean", positions="learned", drop_path=0.0, augment="none", open=10.0, closed=-10.0),
     "cifar-fast": dict(steps=10_000, batch_size=128, lr=1e-3, weight_decay=0.05, warmup=500, side=32, patch=4, dim=192,
                        depth=12, heads=3, pooling="mean", positions="learned", drop_path=0.1, augment="full",
                        open=10.0, closed=-10.0),
@@ -40,6 +42,7 @@ PRESETS = {
 OF_DATASET = {"imagenet100": dict(steps=74_400, lr=1e-3, warmup=1_240, pooling="mean")}  # Table 11: 300 epochs
 SMOKE = dict(steps=3, batch_size=16, dim=24, depth=2)
 EVALUATIONS, PROBE = 20, 64  # points on a curve, at most; test images on which attention is looked at
+GAP = 50.0  # svd: difference in logits; at the mask's 10 the pattern would be lost in what else the layers read
 PAPER = {  # best top-1 over epochs: Tables 3 and 5
     ("cifar10", "default"): 0.9420, ("cifar10", "mimetic"): 0.9480, ("cifar10", "impulse"): 0.9512,
     ("cifar10", "mask"): 0.9566, ("cifar10", "mask-frozen"): 0.9416,
@@ -92,8 +95,9 @@ def load(args, dataset):
             return images.builtin("global" if dataset == "builtin-global" else "local")
         if dataset == "imagenet100":
             return images.load_folder(f"{args.data_dir}/imagenet100", args.side)
-        if args.download:
-            images.download(dataset, args.data_dir)
+        about, folder = images.CIFAR[dataset], Path(args.data_dir)
+        if args.download and not (folder / about["folder"]).is_dir():
+            fetch(images.BASE + about["archive"], folder / about["archive"], about["sha256"])
         return images.load_cifar(dataset, args.data_dir)
     except (FileNotFoundError, ValueError) as error:
         runs.fail(f"--dataset {dataset}: {error}")
@@ -130,10 +134,11 @@ def scores(args, model, x, labels, device):
     return {"top1": right / len(labels) if math.isfinite(loss) else math.nan, "loss": loss}
 
 
-def build(args, dataset, init, seed):
+def build(args, dataset, init, seed, sample):
     """The model of one run with its prior in place, and the supports, one for each layer.
 
-    Every init of a seed starts from the same weights, apart from what it sets.
+    Every init of a seed starts from the same weights, apart from what it sets. sample: inputs (B, 3, S, S)
+    on which svd is solved.
     """
     model = ViT(args.side, args.patch, CLASSES[dataset], args.dim, args.depth, args.heads, pooling=args.pooling,
                 positions=args.positions, drop=args.drop_path)
@@ -149,6 +154,8 @@ def build(args, dataset, init, seed):
         supports = [mask_priors.shuffled(support, draws) for support in supports]
     if args.pooling == "cls":
         supports = mask_priors.with_cls(supports)
+    if init.startswith("svd"):
+        qk_init.apply_layerwise(functools.partial(qk_init.svd, gap=GAP), model, sample, supports)
     for block, support in zip(model.transformer.blocks, supports):
         mask = mask_priors.to_mask(support, args.open, args.closed)
         if init == "mask-zero":
@@ -157,12 +164,15 @@ def build(args, dataset, init, seed):
             block.attention.set_mask(F.logsigmoid(mask), squash=False)
         elif init.startswith("mask"):
             block.attention.set_mask(mask, learnable=init != "mask-frozen")
+        elif init.endswith("frozen"):
+            block.attention.query.requires_grad_(False)
+            block.attention.key.requires_grad_(False)
     return model, supports
 
 
 def evaluate_only(args, dataset, init, data, device):
     """Print the scores of the checkpoint --eval-only."""
-    model, _ = build(args, dataset, init, args.first_seed)
+    model, _ = build(args, dataset, init, args.first_seed, to_input(args, data[0][:PROBE]))
     runs.restore(Path(args.eval_only), model)
     found = scores(args, model.to(device), *data[2:], device)
     print(f"{dataset} {init}: top-1 {found['top1']:.4f}, loss {found['loss']:.4f} on {len(data[3])} test images")
@@ -182,18 +192,36 @@ def print_table(common, results):
     print(runs.table(header, rows))
 
 
-def start_processes(args):
-    """(rank, processes, device). Under torchrun each process has its share of every batch."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    if world == 1:
-        return 0, 1, runs.pick_device(args.device)
-    if args.batch_size % world:
-        runs.fail(f"--batch-size {args.batch_size} is not a multiple of {world} processes")
-    cuda = runs.pick_device(args.device).type == "cuda"
-    device = runs.pick_device(f"cuda:{os.environ['LOCAL_RANK']}" if cuda else "cpu")
-    if not dist.is_initialized():
-        dist.init_process_group("nccl" if cuda else "gloo")
-    return dist.get_rank(), world, device
+def plot(common, args_of, results, out, data):
+    """Figures: the curves; for each data set and each init of the first seed, masks and attention at start and end.
+
+    Both are those of one patch in the middle, which looks at itself, its neighbours or elsewhere: a panel
+    has the patches of the image in their places. Attention is a mean over test images.
+    """
+    pictures.progress(results, common.dataset, common.inits, "top1", "top-1 accuracy", out / "curves.png")
+    for dataset, args in args_of.items():
+        side = args.side // args.patch
+        middle, skip = side // 2 * side + side // 2, int(args.pooling == "cls")
+        probe = to_input(args, data[dataset][2][:PROBE])
+        panels = {"attention": {}, "mask": {}}  # title of a row -> its panels
+        for init in common.inits:
+            model, _ = build(args, dataset, init, common.first_seed, to_input(args, data[dataset][0][:PROBE]))
+            key = runs.run_key(vars(args), dataset, init, common.first_seed)
+            looks = [], []  # at start, at end: per layer (H, N), one row of the attention, and of sigmoid(M)
+            for _ in range(2):
+                looks[0].append([maps.mean(0)[:, middle + skip, skip:] for maps in attention_maps(model, probe)])
+                looks[1].append([m.detach().sigmoid()[:, middle + skip, skip:] for m in masks(model).values()])
+                runs.restore(out / "checkpoints" / f"{key}.pt", model)
+            for name, (first, last) in zip(panels, looks):
+                if first and (name == "attention" or init.startswith("mask")):
+                    panels[name][init] = [head.unflatten(0, (side, side)) for layer in (0, args.depth - 1)
+                                          for when in (first, last) for head in when[layer]]
+        columns = [f"layer {layer}, head {head + 1}\n{when}" for layer in (1, args.depth) for when in ("start", "end")
+                   for head in range(args.heads)]
+        for name, rows in panels.items():
+            if rows:
+                pictures.grid(list(rows), columns, [panel for row in rows.values() for panel in row],
+                              out / f"{name}-{dataset}.png")
 
 
 def main(argv=None):
@@ -202,7 +230,7 @@ def main(argv=None):
     if common.plot:
         pictures.pyplot()  # a missing matplotlib is said before the training, not after it
     data = {dataset: load(args, dataset) for dataset, args in args_of.items()}  # missing files, too
-    rank, world, device = start_processes(common)
+    rank, world, device = runs.start_processes(common.device, common.batch_size)
     if common.bf16 and device.type != "cuda":
         runs.fail(f"--bf16: only on CUDA, this is {device}")
     if common.eval_only:
@@ -228,7 +256,7 @@ def main(argv=None):
         probe, name = to_input(args, test_x[:PROBE].to(device)), f"{dataset} {init} seed {seed}"
 
         # model and prior
-        model, supports = build(args, dataset, init, seed)
+        model, supports = build(args, dataset, init, seed, to_input(args, x[:PROBE]))
         model.to(device)
         first_maps = attention_maps(model, probe)
         first_masks = [mask.detach().cpu().clone() for mask in masks(model).values()]
@@ -293,6 +321,8 @@ def main(argv=None):
 
     if rank == 0:
         print_table(common, results)
+        if common.plot:
+            plot(common, args_of, results, out, data)
     return results
 
 

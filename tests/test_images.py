@@ -121,52 +121,33 @@ def test_the_checksum_is_asked_of_official_archives_only(tmp_path):
         images.check_archive(archive, about | {"sha256": "0"})
 
 
-def served(monkeypatch, tmp_path, data, sha256):
-    """The download of a set, from a file instead of the network."""
-    source = tmp_path / "source"
-    source.write_bytes(data)
-    monkeypatch.setitem(images.CIFAR, "cifar10", images.CIFAR["cifar10"] | {"size": 5, "sha256": sha256})
-    monkeypatch.setattr(images.urllib.request, "urlopen", lambda request, timeout: open(source, "rb"))
-    images.download("cifar10", tmp_path / "data")
-
-
-def test_download(monkeypatch, tmp_path):
-    served(monkeypatch, tmp_path, b"12345", hashlib.sha256(b"12345").hexdigest())
-    assert (tmp_path / "data" / "cifar-10-binary.tar.gz").read_bytes() == b"12345"
-    monkeypatch.setattr(images.urllib.request, "urlopen", None)  # it is there: not asked again
-    images.download("cifar10", tmp_path / "data")
-
-
-@pytest.mark.parametrize("data, sha256", [(b"123", "0"), (b"12345", "0")])
-def test_a_bad_download_leaves_nothing(monkeypatch, tmp_path, data, sha256):
-    with pytest.raises(ValueError, match="by hand"):
-        served(monkeypatch, tmp_path, data, sha256)
-    assert not list((tmp_path / "data").iterdir())
-
-
-@pytest.mark.parametrize("relation", ["local", "global"])
-def test_builtin_labels_can_be_read_off_the_image(relation):
-    """Find the mark, look where the set's rule says, and compare with every texture."""
-    train_x, train_y, x, y = images.builtin(relation, train=20, test=200, seed=3)
-    assert x.shape == (200, 3, 32, 32) and train_x.shape[0] == len(train_y) == 20
+@pytest.mark.parametrize("relation, distance", [("local", 1), ("global", 4)])
+def test_builtin_labels_can_be_read_off_the_image(relation, distance):
+    """Name every tile by the nearest texture, count how far apart they are at the distance, in both directions."""
+    train_x, train_y, x, y = images.builtin(relation, train=20, test=300, seed=3)
+    assert x.shape == (300, 3, 32, 32) and train_x.shape[0] == len(train_y) == 20
     textures = torch.randint(0, 200, (10, 3, 4, 4), generator=torch.Generator().manual_seed(3))
-    bars = {(-1, 0): (slice(0, 1), slice(0, 4)), (0, 1): (slice(0, 4), slice(3, 4)),
-            (1, 0): (slice(3, 4), slice(0, 4)), (0, -1): (slice(0, 4), slice(0, 1))}
-    for image, label in zip(x, y):
-        tiles = image.reshape(3, 8, 4, 8, 4).permute(1, 3, 0, 2, 4)  # (8, 8, 3, 4, 4)
-        white = {(r, c): step for r in range(8) for c in range(8) for step, (rows, columns) in bars.items()
-                 if tiles[r, c][:, rows, columns].min() >= 235}
-        ((row, column), step), = white.items()
-        there = (row + step[0], column + step[1]) if relation == "local" else (7 - row, 7 - column)
-        distance = (tiles[there].float() - textures).abs().mean(dim=(1, 2, 3))
-        assert distance.argmin() == label and distance.min() < 15
+    tiles = x.reshape(300, 3, 8, 4, 8, 4).permute(0, 2, 4, 1, 3, 5)[:, :, :, None]  # (P, 8, 8, 1, 3, 4, 4)
+    error = (tiles.float() - textures).abs().mean(dim=(-3, -2, -1))  # (P, 8, 8, 10)
+    names = error.argmin(-1)
+    assert error.amin(-1).max() < 15
+    apart = [(names[:, :, distance:] - names[:, :, :-distance]) % 10, (names[:, distance:] - names[:, :-distance]) % 10]
+    share = torch.stack([(a == y[:, None, None]).float().mean(dim=(1, 2)) for a in apart])  # (2, P)
+    rule = images.FOLLOWS + (1 - images.FOLLOWS) / 10  # follows, or is the right one by chance
+    assert share.amax(0).mean() == pytest.approx(rule, abs=0.03)
+    assert 0.35 < (share[0] > share[1]).float().mean() < 0.65
+    for wrong in range(1, 10):  # no other class explains the tiles
+        assert torch.stack([(a == (y + wrong)[:, None, None] % 10).float().mean() for a in apart]).mean() < 0.12
 
 
-def test_builtin_sets_are_repeatable_and_differ_in_their_labels_alone():
-    local, again, far = (images.builtin(relation, 300, 10) for relation in ("local", "local", "global"))
-    assert torch.equal(local[0], again[0]) and torch.equal(local[0], far[0])
-    assert (local[1] == far[1]).float().mean() < 0.2 and set(local[1].tolist()) == set(range(10))
-    with pytest.raises(ValueError, match="relation"):
+def test_builtin_sets_are_repeatable_and_a_tile_alone_says_nothing():
+    local, again, far = (images.builtin(relation, 3000, 10) for relation in ("local", "local", "global"))
+    assert torch.equal(local[0], again[0]) and torch.equal(local[1], far[1]) and not torch.equal(local[0], far[0])
+    assert set(local[1].tolist()) == set(range(10))
+    for images_of, labels in (local[:2], far[:2]):  # mean colours of a class are those of all
+        means = torch.stack([images_of[labels == c].float().mean() for c in range(10)])
+        assert (means - images_of.float().mean()).abs().max() < 2
+    with pytest.raises(KeyError):
         images.builtin("near")
 
 

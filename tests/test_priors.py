@@ -222,7 +222,11 @@ def test_multiplication_by_hand():
     assert [head.argmax(-1).tolist() for head in first] == [[0, 1, 1, 1], [0, 1, 2, 3]]
     assert [head.argmax(-1).tolist() for head in second] == [[0, 0, 0, 3], [0, 2, 3, 3]]
     assert (first.sum(-1) == 1).all() and (second.sum(-1) == 1).all()
-    assert torch.equal(third, torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 1]]).float())
+    assert [head.argmax(-1).tolist() for head in third] == [[1, 2, 3, 3], [2, 3, 2, 3]]  # one and two columns down
+    *down, below, itself = mask_priors.multiplication_support(2, 3, 4)[-1]
+    assert torch.equal(torch.stack(down), third) and (third.sum(-1) == 1).all()
+    assert torch.equal(below, torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 1]]).float())
+    assert torch.equal(itself, torch.eye(4))
 
 
 @pytest.mark.parametrize("digits", [2, 3])

@@ -55,7 +55,7 @@ def test_result_lines(tmp_path, capsys):
 def test_every_form_can_learn(flags, task, tmp_path):
     """100 pairs, long enough to know them by heart: scores and answers line up."""
     (result,) = tiny(tmp_path, "--tasks", task, "--inits", "default", "--steps", "200", "--lr", "0.01", "--dim", "32",
-                     "--mlp-dim", "64", "--head-dim", "8", *flags)
+                     "--mlp-dim", "64", "--head-dim", "8", "--token-std", "1", "--position-std", "1", *flags)
     assert result["curve"][-1]["train_loss"] < 0.35
 
 

@@ -158,3 +158,18 @@ def test_as_a_process_on_a_plain_console(tmp_path, book):
                           env=os.environ | {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C",
                                             "PYTHONIOENCODING": "cp1252"})
     assert done.returncode == 0 and done.stderr == "" and len(lines(tmp_path)) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="gloo under torchrun")
+def test_two_processes_give_the_losses_of_one(tmp_path, book):
+    flags = [str(ROOT / "train_lm.py"), *TINY, "--data", book, "--inits", "mask", "--device", "cpu"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for name, before in (("one", []), ("two", torchrun)):
+        done = subprocess.run([sys.executable, *before, *flags, "--out", str(tmp_path / name)], capture_output=True,
+                              text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        assert done.returncode == 0, done.stderr
+    (one,), (two,) = lines(tmp_path / "one"), lines(tmp_path / "two")
+    for a, b in zip(one["curve"], two["curve"], strict=True):
+        assert a["train_loss"] == pytest.approx(b["train_loss"], abs=1e-5)
+        assert a["nll"] == pytest.approx(b["nll"], abs=1e-4)

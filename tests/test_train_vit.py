@@ -76,10 +76,12 @@ def test_resume_inside_a_run_equals_an_uninterrupted_one(flags, tmp_path, monkey
 
 def test_inits_share_weights():
     args = train_vit.settings(TINY, "builtin")
-    states = {init: train_vit.build(args, "builtin", init, 0)[0].state_dict() for init in train_vit.INITS}
+    sample = torch.rand(64, 3, 32, 32)
+    states = {init: train_vit.build(args, "builtin", init, 0, sample)[0].state_dict() for init in train_vit.INITS}
     for name, value in states["default"].items():
         for init, state in states.items():
-            changed = {"mimetic": ("query", "key", "value", "out"), "impulse": ("query", "key")}.get(init, ())
+            changed = {"mimetic": ("query", "key", "value", "out"), "impulse": ("query", "key"),
+                       "svd": ("query", "key"), "svd-frozen": ("query", "key")}.get(init, ())
             if not any(f".{part}." in name for part in changed):
                 assert torch.equal(value, state[name]), (init, name)
 
@@ -146,7 +148,7 @@ def test_divergence_is_recorded(tmp_path):
 
 BAD = [
     ["--dataset", "mnist"], ["--dataset", "cifar10"], ["--dataset", "imagenet100"], ["--patch", "5"],
-    ["--heads", "5"], ["--dim", "30", "--heads", "3"], ["--bf16"], ["--drop-path", "1"], ["--augment", "some"],
+    ["--heads", "5"], ["--dim", "30", "--heads", "3", "--positions", "sincos"], ["--bf16"], ["--drop-path", "1"], ["--augment", "some"],
     ["--side", "0"], ["--warmup", "-1"], ["--preset", "huge"],
 ]
 

@@ -2,16 +2,14 @@
 
 A set is four tensors: training images (P, 3, S, S) uint8 and labels (P,) int64, then the same for testing.
 Files are taken as they come, from one folder (`data_dir`): an extracted folder wins over an archive and is
-read as it stands, whatever the number of its records. Nothing is fetched unless `download` is called. A
-file that is missing is a FileNotFoundError, one that cannot be used a ValueError; both are one line.
+read as it stands, whatever the number of its records. A file that is missing is a FileNotFoundError, one
+that cannot be used a ValueError; both are one line.
 
 Augmentation works on whole batches, with one generator. Shapes: B batch, P images, C classes, S side.
 """
 import hashlib
 import json
-import os
 import tarfile
-import urllib.request
 from pathlib import Path
 
 import numpy
@@ -33,40 +31,35 @@ CIFAR = {  # layout: https://www.cs.toronto.edu/~kriz/cifar.html; sizes and hash
 
 # -- built-in sets: 8 x 8 tiles of 4 x 4 pixels, no download ---------------------------------------
 
-TEXTURES, GRID, TILE = 10, 8, 4
-NEIGHBOURS = torch.tensor([[-1, 0], [0, 1], [1, 0], [0, -1]])  # up, right, down, left
+CLASSES, GRID, TILE = 10, 8, 4
+DISTANCE = {"local": 1, "global": GRID // 2}
+FOLLOWS = 0.5
 
 
-def builtin(relation, train=4000, test=2000, seed=0):
-    """A set made from a seed: each image is 8 x 8 tiles of ten textures, one tile has a white mark.
+def builtin(relation, train=4000, test=1000, seed=0):
+    """A set made from a seed: images of 8 x 8 tiles of ten textures; the class is how tiles follow each other.
 
-    relation "local": the mark is a bar on one side of its tile, and the class is the texture of the tile
-    on that side. "global": the mark is a bar too, but the class is the texture of the tile at the point
-    opposite through the centre of the image. Nothing else differs: textures, marks and classes have the
-    same frequencies in both, so that a prior of locality has something to say about the first one only.
+    In an image of class c, along its rows or along its columns (drawn), the tile at distance d has the texture c
+    further on, modulo 10, with probability 1/2, and else any. A tile alone says nothing of the class. relation "local":
+    d = 1, the next tile; "global": d = 4, half the image. Nothing else differs, so that a prior of locality
+    has something to say about the first one only.
     """
     generator = torch.Generator().manual_seed(seed)
-    textures = torch.randint(0, 200, (TEXTURES, 3, TILE, TILE), generator=generator)
-    return (*_tiled(relation, train, textures, generator), *_tiled(relation, test, textures, generator))
+    textures = torch.randint(0, 200, (CLASSES, 3, TILE, TILE), generator=generator)
+    return tuple(part for count in (train, test) for part in _tiled(DISTANCE[relation], count, textures, generator))
 
 
-def _tiled(relation, count, textures, generator):
+def _tiled(distance, count, textures, generator):
     """`count` images (P, 3, 32, 32) and labels (P,) of a built-in set."""
-    tiles = torch.randint(TEXTURES, (count, GRID, GRID), generator=generator)
-    row, column = torch.randint(1, GRID - 1, (2, count), generator=generator)  # where the mark is: not at the border
-    side = torch.randint(4, (count,), generator=generator)
-    step, every = NEIGHBOURS[side], torch.arange(count)
-    if relation == "local":
-        labels = tiles[every, row + step[:, 0], column + step[:, 1]]
-    elif relation == "global":
-        labels = tiles[every, GRID - 1 - row, GRID - 1 - column]
-    else:
-        raise ValueError(f"relation is 'local' or 'global', got {relation!r}")
-    images = textures[tiles]  # (P, 8, 8, 3, 4, 4)
-    bar = torch.zeros(4, TILE, TILE, dtype=torch.bool)
-    bar[0, 0], bar[1, :, -1], bar[2, -1], bar[3, :, 0] = True, True, True, True
-    images[every, row, column] = torch.where(bar[side][:, None], 255, images[every, row, column])
-    images = images.permute(0, 3, 1, 4, 2, 5).reshape(count, 3, GRID * TILE, GRID * TILE)
+    labels = torch.randint(CLASSES, (count,), generator=generator)
+    tiles = torch.randint(CLASSES, (count, GRID, GRID), generator=generator)
+    follows = torch.rand(count, GRID, GRID, generator=generator) < FOLLOWS
+    for column in range(distance, GRID):
+        following = (tiles[:, :, column - distance] + labels[:, None]) % CLASSES  # (P, 8)
+        tiles[:, :, column] = torch.where(follows[:, :, column], following, tiles[:, :, column])
+    downwards = torch.rand(count, generator=generator) < 0.5
+    tiles = torch.where(downwards[:, None, None], tiles.transpose(1, 2), tiles)
+    images = textures[tiles].permute(0, 3, 1, 4, 2, 5).reshape(count, 3, GRID * TILE, GRID * TILE)
     noise = torch.randint(-20, 21, images.shape, generator=generator)
     return (images + noise).clamp(0, 255).to(torch.uint8), labels
 
@@ -130,41 +123,8 @@ def check_archive(path, about):
     """Raise ValueError for an archive of the official size but another checksum. Another size is people's own data."""
     if path.stat().st_size != about["size"]:
         return
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
-    if digest.hexdigest() != about["sha256"]:
-        raise ValueError(f"{path}: sha256 is {digest.hexdigest()}, wanted {about['sha256']}; delete it, fetch it again")
-
-
-def download(name, data_dir="data"):
-    """Fetch the official archive into data_dir, unless it or its folder is there.
-
-    It is written beside its place and moved there once size and sha256 are right. Raises ValueError, one
-    line with the address, if it cannot be had.
-    """
-    about, data_dir = CIFAR[name], Path(data_dir)
-    archive, url = data_dir / about["archive"], BASE + about["archive"]
-    if archive.exists() or (data_dir / about["folder"]).is_dir():
-        return
-    part = archive.with_name(f"{archive.name}.{os.getpid()}.part")
-    try:
-        data_dir.mkdir(parents=True, exist_ok=True)
-        request = urllib.request.Request(url, headers={"User-Agent": "tinymask"})
-        with (urllib.request.urlopen(request, timeout=60) as source, open(part, "wb") as file,
-              tqdm(total=about["size"], unit="B", unit_scale=True, desc=archive.name, disable=None) as bar):
-            while block := source.read(2**20):
-                file.write(block)
-                bar.update(len(block))
-        if part.stat().st_size != about["size"]:
-            raise ValueError(f"{part.stat().st_size:,} bytes came, wanted {about['size']:,}")
-        check_archive(part, about)
-        os.replace(part, archive)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{url}: {error}; put the file into {data_dir} by hand, or try again") from None
-    finally:
-        part.unlink(missing_ok=True)
+    if (found := hashlib.sha256(path.read_bytes()).hexdigest()) != about["sha256"]:
+        raise ValueError(f"{path}: sha256 is {found}, wanted {about['sha256']}; delete it, fetch it again")
 
 
 # -- folders of JPEGs -----------------------------------------------------------------------------

@@ -158,8 +158,9 @@ def multiplication_support(digits, depth, heads, reverse=False):
 
     The answer has as many digits as there are tokens, and token 2n - 1 - k has to give digit k. In layer
     i < n (1, 3) its first heads look at a_i and its last ones at b_{k-i}, the factors of the i-th partial
-    product in column k; where there is none, at itself. In the layers after these (4) it looks at itself
-    and at all columns below, where its carry comes from. Closed (2): every product of another column.
+    product in column k; where there is none, at itself. In the layers after these (4) its heads look, in
+    turn, one column down, two down (at itself where there is none), at itself with all columns below, and at
+    itself: where its carry comes from. Closed (2): every product of another column.
     Raises ValueError for fewer than 2 heads or n + 1 layers.
     """
     if heads < 2 or depth <= digits:
@@ -172,8 +173,10 @@ def multiplication_support(digits, depth, heads, reverse=False):
             row.zero_()
             row[: heads // 2, a[i]] = 1
             row[heads // 2:, b[k - i]] = 1
-    carries = torch.ones(tokens, tokens).triu()
-    return list(products) + [carries] * (depth - digits)
+    itself = torch.eye(tokens)
+    down = [torch.cat([itself[d:], itself[tokens - d:]]) for d in (1, 2)]  # a lower column is a later token
+    kinds = torch.stack([*down, torch.ones(tokens, tokens).triu(), itself])
+    return list(products) + [kinds[torch.arange(heads) % 4]] * (depth - digits)
 
 
 def addition_literal_support(digits, depth, heads, reverse=False):

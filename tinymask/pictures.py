@@ -10,6 +10,8 @@ COLOURS = {
     # controls
     "mask-zero": "#bdbdbd", "mask-frozen": "#ff8a80", "mask-hard": "#5d1010", "mask-shuffled": "#8d6e63",
     "bias": "#f06292", "svd-frozen": "#80b1d3", "opt-frozen": "#98df8a",
+    # images and text
+    "mimetic": "#17a2b8", "impulse": "#3f51b5", "mask-slopes": "#ff7f0e", "alibi": "#556b2f",
 }
 
 
@@ -83,6 +85,24 @@ def learning(results, tasks, inits, path):
                     mean, spread = _mean_std([[r["metrics"]["exact_match"]] for r in runs])
                     row[len(fractions[task])].errorbar([fraction], mean, spread, fmt="o", color=COLOURS[init])
     _legend(figure, axes.flat)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def progress(results, tasks, inits, measure, label, path):
+    """One panel a task: a measure of the curve against the step. Lines are means over seeds, bands one standard
+    deviation."""
+    plt = pyplot()
+    figure, axes = plt.subplots(1, len(tasks), figsize=(5 * len(tasks), 4.2), squeeze=False)
+    for ax, task in zip(axes[0], tasks):
+        ax.set(title=task, xlabel="step")
+        for init in inits:
+            runs = [r for r in results if (r["task"], r["init"], r["diverged"]) == (task, init, False)]
+            if runs:
+                steps = [point["step"] for point in runs[0]["curve"]]
+                _band(ax, steps, [[point[measure] for point in r["curve"]] for r in runs], init)
+    axes[0, 0].set_ylabel(label)
+    _legend(figure, axes[0])
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy
 import torch
+import torch.distributed as dist
 
 from tinymask import __version__
 
@@ -134,6 +135,20 @@ def pick_device(name):
     except Exception as error:  # torch raises many kinds here, RuntimeError and AssertionError among them
         fail(f"--device {name}: {first_line(error)}")
     return chosen
+
+
+def start_processes(name, batch_size):
+    """(rank, processes, device). Under torchrun each process has its share of every batch."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world == 1:
+        return 0, 1, pick_device(name)
+    if batch_size % world:
+        fail(f"--batch-size {batch_size} is not a multiple of {world} processes")
+    cuda = pick_device(name).type == "cuda"
+    device = pick_device(f"cuda:{os.environ['LOCAL_RANK']}" if cuda else "cpu")
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if cuda else "gloo")
+    return dist.get_rank(), world, device
 
 
 def open_out(path):

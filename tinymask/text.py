@@ -19,13 +19,20 @@ from pathlib import Path
 
 import torch
 
-WIKITEXT = {  # Stephen Merity's own host
-    "wikitext2": dict(archive="wikitext-2-v1.zip", folder="wikitext-2", ending="tokens",
-                      url="https://wikitext.smerity.com/wikitext-2-v1.zip"),
-    "wikitext2-raw": dict(archive="wikitext-2-raw-v1.zip", folder="wikitext-2-raw", ending="raw",
-                          url="https://wikitext.smerity.com/wikitext-2-raw-v1.zip"),
+# addresses and sha256 of the official files. WikiText-2: the author's own host; the old one is gone
+WIKITEXT = {
+    "wikitext2": dict(folder="wikitext-2", ending="tokens", archive="wikitext-2-v1.zip",
+                      sha256="92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c"),
+    "wikitext2-raw": dict(folder="wikitext-2-raw", ending="raw", archive="wikitext-2-raw-v1.zip",
+                          sha256="ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11"),
 }
-STORIES = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/f54c09fd23315a6f9c86f9dc80f725de7d8f9c64/"
+WIKITEXT_BASE = "https://wikitext.smerity.com/"
+STORIES = {
+    "TinyStories-train.txt": "c5cf5e22ff13614e830afbe61a99fbcbe8bcb7dd72252b989fa1117a368d401f",  # 1.9 GB
+    "TinyStories-valid.txt": "94e431816c4cce81ff71e4408ff8d3bda9a42e8d2663986697c3954288cb38b4",
+}
+STORIES_BASE = ("https://huggingface.co/datasets/roneneldan/TinyStories/resolve/"
+                "f54c09fd23315a6f9c86f9dc80f725de7d8f9c64/")
 SEPARATOR = "<|endoftext|>"
 UNKNOWN, END = "<unk>", "<eos>"
 
@@ -84,8 +91,8 @@ def load_wikitext(name, data_dir="data"):
     if folder.is_dir():
         return tuple(read(folder / file) for file in names)
     if not archive.is_file():
-        raise FileNotFoundError(f"{archive} is missing: put {about['url']} there, or its extracted folder "
-                                f"{about['folder']}")
+        raise FileNotFoundError(f"{archive} is missing: put {WIKITEXT_BASE}{archive.name} there, or its extracted "
+                                f"folder {about['folder']}, or give --download")
     try:
         with zipfile.ZipFile(archive) as source:
             return tuple(_decode(source.read(f"{about['folder']}/{file}"), f"{archive}/{file}") for file in names)
@@ -100,10 +107,10 @@ def load_stories(data_dir="data", max_bytes=12_000_000):
     validation part.)
     """
     texts = []
-    for part in ("train", "valid"):
-        path = Path(data_dir) / f"TinyStories-{part}.txt"
+    for name in STORIES:
+        path = Path(data_dir) / name
         if not path.is_file():
-            raise FileNotFoundError(f"{path} is missing: put {STORIES}{path.name} there")
+            raise FileNotFoundError(f"{path} is missing: put {STORIES_BASE}{name} there, or give --download")
         text = read(path, max_bytes)
         if path.stat().st_size > max_bytes:
             text = text[: text.rfind(SEPARATOR) + len(SEPARATOR)] if SEPARATOR in text else text
