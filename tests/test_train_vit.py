@@ -148,7 +148,8 @@ def test_divergence_is_recorded(tmp_path):
 
 BAD = [
     ["--dataset", "mnist"], ["--dataset", "cifar10"], ["--dataset", "imagenet100"], ["--patch", "5"],
-    ["--heads", "5"], ["--dim", "30", "--heads", "3", "--positions", "sincos"], ["--bf16"], ["--drop-path", "1"], ["--augment", "some"],
+    ["--heads", "5"], ["--dim", "30", "--heads", "3", "--positions", "sincos"], ["--bf16"], ["--drop-path", "1"],
+    ["--augment", "some"],
     ["--side", "0"], ["--warmup", "-1"], ["--preset", "huge"],
 ]
 
