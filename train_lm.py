@@ -26,7 +26,7 @@ from tinymask.transformer import GPT, generate, init_weights, masks, parameter_c
 DATASETS = ["builtin", "wikitext2", "wikitext2-raw", "tinystories"]
 INITS = ["default", "mimetic", "mask", "mask-slopes", "alibi", "bias", "mask-zero", "mask-frozen"]
 PRESETS = {
-    "small": dict(steps=600, batch_size=16, lr=1e-3, weight_decay=0.1, dim=96, depth=3, heads=4, head_dim=24, block=64,
+    "small": dict(steps=600, batch_size=16, lr=3e-3, weight_decay=0.1, dim=96, depth=3, heads=4, head_dim=24, block=64,
                   dropout=0.0, position_std=0.02, token_std=0.02, tokeniser="byte", max_bytes=12_000_000),
     # Table 12; the heads are those of the repository that the paper builds on
     "paper": dict(steps=3000, batch_size=128, lr=3e-4, weight_decay=0.01, dim=512, depth=12, heads=12, head_dim=42,

@@ -29,7 +29,7 @@ CLASSES = {"builtin": 10, "builtin-global": 10, "cifar10": 10, "cifar100": 100, 
 CONTROLS = ["mask-zero", "mask-shuffled", "bias", "svd-frozen"]
 INITS = ["default", "mimetic", "impulse", "svd", "mask", "mask-frozen", *CONTROLS]
 PRESETS = {
-    "small": dict(steps=600, batch_size=64, lr=1e-3, weight_decay=0.05, warmup=60, side=32, patch=4, dim=96, depth=4,
+    "small": dict(steps=600, batch_size=64, lr=2e-3, weight_decay=0.05, warmup=30, side=32, patch=4, dim=48, depth=2,
                   heads=3, pooling="mean", positions="learned", drop_path=0.0, augment="none", open=10.0, closed=-10.0),
     "cifar-fast": dict(steps=10_000, batch_size=128, lr=1e-3, weight_decay=0.05, warmup=500, side=32, patch=4, dim=192,
                        depth=12, heads=3, pooling="mean", positions="learned", drop_path=0.1, augment="full",
@@ -54,7 +54,7 @@ PAPER = {  # best top-1 over epochs: Tables 3 and 5
 
 
 def parser():
-    flags = runs.parser("train_vit.py", __doc__, DATASETS, INITS, PRESETS, flag="dataset", rows=5)
+    flags = runs.parser("train_vit.py", __doc__, DATASETS, INITS, PRESETS, flag="dataset", rows=6)
     flags.set_defaults(dataset=DATASETS[:2])
     add = flags.add_argument
     add("--warmup", type=runs.whole(0), help="steps of linear warm-up")

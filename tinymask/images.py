@@ -33,14 +33,14 @@ CIFAR = {  # layout: https://www.cs.toronto.edu/~kriz/cifar.html; sizes and hash
 
 CLASSES, GRID, TILE = 10, 8, 4
 DISTANCE = {"local": 1, "global": GRID // 2}
-FOLLOWS = 0.5
+FOLLOWS = 0.8
 
 
-def builtin(relation, train=4000, test=1000, seed=0):
+def builtin(relation, train=8000, test=1000, seed=0):
     """A set made from a seed: images of 8 x 8 tiles of ten textures; the class is how tiles follow each other.
 
     In an image of class c, along its rows or along its columns (drawn), the tile at distance d has the texture c
-    further on, modulo 10, with probability 1/2, and else any. A tile alone says nothing of the class. relation "local":
+    further on, modulo 10, with probability 0.8, and else any. A tile alone says nothing of the class. relation "local":
     d = 1, the next tile; "global": d = 4, half the image. Nothing else differs, so that a prior of locality
     has something to say about the first one only.
     """
