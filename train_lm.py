@@ -50,7 +50,7 @@ def parser():
     add("--data", metavar="FILE", help="a UTF-8 text file instead of a data set")
     add("--data-dir", default="data", metavar="DIR", help="where official files and folders lie (default: data)")
     add("--download", action="store_true", help="fetch the official files if they are not there")
-    add("--max-bytes", type=runs.whole(1000, 2**40), metavar="N", help="of each file of TinyStories")
+    add("--max-bytes", type=runs.whole(1000, 2**40), metavar="N", help="of --data, and of each file of TinyStories")
     add("--tokeniser", choices=["byte", "word", "gpt2"], help="word: WikiText-2 as published, else 10,000 words")
     add("--head-dim", type=runs.whole(1, 2**16), help="width of a head")
     add("--block", type=runs.whole(2, 2**16), help="tokens that the model sees")
@@ -89,7 +89,7 @@ def load(args, dataset):
         if args.download and not args.data:
             download(args, dataset)
         if args.data:
-            texts = text.load_file(args.data)
+            texts = text.load_file(args.data, args.max_bytes)
         elif dataset == "builtin":
             texts = text.builtin()
         elif dataset == "tinystories":
@@ -232,6 +232,8 @@ def main(argv=None):
     if rank == 0:
         print(f"device {device}, {world} process(es), {torch.get_num_threads()} threads, torch {torch.__version__}, "
               f"results in {out}")
+        if common.data and (size := Path(common.data).stat().st_size) > common.max_bytes:
+            print(f"{common.data}: the first {common.max_bytes:,} of {size:,} bytes; more with --max-bytes")
     results = []
 
     for task, init, seed in itertools.product(args_of, common.inits, runs.seeds(common)):

@@ -242,6 +242,8 @@ def main(argv=None):
     if rank == 0:
         print(f"device {device}, {world} process(es), {torch.get_num_threads()} threads, torch {torch.__version__}, "
               f"results in {out}")
+        if common.side // common.patch < 4:
+            print(f"--patch {common.patch} leaves {(common.side // common.patch) ** 2} tokens of an image: very few")
     results = []
 
     for dataset, init, seed in itertools.product(common.dataset, common.inits, runs.seeds(common)):

@@ -32,6 +32,8 @@ def spread(values, digits, scale=1.0):
     if None in values:
         return "-"
     values = [scale * value for value in values]
+    if len(values) == 1:
+        return f"{values[0]:.{digits}f}"
     return f"{statistics.fmean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
 
 
@@ -146,20 +148,94 @@ def paper_rows():
     return rows
 
 
+def flags_of(result, script, names):
+    """Those of a result line's flags `names` that are not the default of its task and preset, as they were typed."""
+    config = result["config"]
+    usual = vars(script.settings(["--preset", config["preset"]], result["task"]))
+    return " ".join(f"--{name.replace('_', '-')} {value:g}" if isinstance(value, float)
+                    else f"--{name.replace('_', '-')} {value}"
+                    for name in names if (value := config.get(name, 1.0)) != usual[name])
+
+
+def arith_groups(name):
+    """(task, fraction, flags, init) -> result lines of results/`name`."""
+    groups = {}
+    for r in lines_of(name):
+        flags = flags_of(r, train_arith, ("mode", "readout", "order", "token_std", "position_std"))
+        groups.setdefault((r["task"], r["config"]["fraction"], flags, r["init"]), []).append(r)
+    return groups
+
+
+def arith_cells(these):
+    """Whole answers, digits, loss, steps to 75 and 99 %, support."""
+    metrics = [r["metrics"] for r in these]
+    steps = [spread([m[name] for m in metrics], 0) for name in ("steps_to_75", "steps_to_99")]
+    return [percent(these, "exact_match"), percent(these, "digit_accuracy"), spread([m["loss"] for m in metrics], 3),
+            *steps, mass_of_layers(these)]
+
+
 def arith_rows():
-    """One row for each preset, readout, task, fraction and init of the arithmetic script."""
-    rows, groups = [], {}
-    for r in lines_of("arith.jsonl"):
-        config = r["config"]
-        groups.setdefault((config["preset"], config["readout"], r["task"], config["fraction"], r["init"]), []).append(r)
-    for (preset, readout, task, fraction, init), these in groups.items():
-        metrics, config = [r["metrics"] for r in these], these[0]["config"]
-        same = config["digits"] == 3 and fraction == train_arith.PAPER_FRACTION[task]
-        paper = "{:.2%}, {:.2%}, {:g}".format(*train_arith.PAPER[task, init]).replace("%", " %") if same else "-"
-        steps = [spread([m[name] for m in metrics], 0) for name in ("steps_to_75", "steps_to_99")]
-        rows.append(row(preset, readout, task, f"{100 * fraction:g} %", f"`{init}`", paper,
-                        percent(these, "exact_match"), percent(these, "digit_accuracy"),
-                        spread([m["loss"] for m in metrics], 3), *steps, mass_of_layers(these)))
+    """Arithmetic, the default preset: one row for each task, fraction and init."""
+    return [row(task, f"{100 * fraction:g} %", f"`{init}`", *arith_cells(these))
+            for (task, fraction, _, init), these in arith_groups("arith.jsonl").items()]
+
+
+def arith_scale_rows():
+    """At the paper's fraction, exact match: one row for each scale of tokens and positions, one column an init."""
+    cells = {}
+    for name in ("arith.jsonl", "arith-scale.jsonl"):
+        for (task, fraction, _, init), these in arith_groups(name).items():
+            if (task, fraction) == ("add", 0.004):
+                config = these[0]["config"]
+                key = (config.get("token_std", 1.0), config["position_std"])
+                cells.setdefault(key, {})[init] = percent(these, "exact_match")
+    return [row(f"{token:g}", f"{position:g}", *(of[init] for init in train_arith.INITS[:4]))
+            for (token, position), of in sorted(cells.items(), reverse=True)]
+
+
+def arith_paper_rows():
+    """The paper's model: one row for each task, flags and init, beside its Table 2."""
+    rows = []
+    for (task, _, flags, init), these in arith_groups("arith-paper.jsonl").items():
+        paper = "{:.2%}, {:.2%}, {:g}".format(*train_arith.PAPER[task, init]).replace("%", " %")
+        rows.append(row(task, f"`{flags}`" if flags else "", f"`{init}`", paper, str(len(these)), *arith_cells(these)))
+    return rows
+
+
+def arith_control_rows():
+    """At 0.1 %: one row for each form and init."""
+    return [row(f"`{flags}`" if flags else "", f"`{init}`", *arith_cells(these))
+            for (_, _, flags, init), these in arith_groups("arith-controls.jsonl").items()]
+
+
+def steps_to(these, defaults, name, better):
+    """First evaluated step at which each run is where the default of its seed ends, mean and spread; `-` for never."""
+    steps = []
+    for r in these:
+        (end,) = [d["curve"][-1][name] for d in defaults if d["seed"] == r["seed"]]
+        steps.append(next((point["step"] for point in r["curve"] if better(point[name], end)), None))
+    return spread(steps, 0)
+
+
+def vit_rows():
+    """Vision, the built-in sets: one row for each set and init."""
+    rows, groups = [], by(lines_of("vit.jsonl"), "task", "init")
+    for (task, init), these in groups.items():
+        steps = steps_to(these, groups[task, "default"], "top1", lambda here, end: here >= end)
+        rows.append(row(task, f"`{init}`", percent(these, "top1"), percent(these, "top1_best"),
+                        spread([r["metrics"]["loss"] for r in these], 3), steps, mass_of_layers(these)))
+    return rows
+
+
+def lm_rows():
+    """Language, the built-in text: one row an init."""
+    rows, groups = [], by(lines_of("lm.jsonl"), "init")
+    for (init,), these in groups.items():
+        steps = steps_to(these, groups["default",], "bits_per_byte", lambda here, end: here <= end)
+        cells = [spread([r["metrics"][name] for r in these], digits) for name, digits in (
+            ("val_bits_per_byte", 3), ("bits_per_byte", 3), ("perplexity", 2))]
+        drift = [r["metrics"]["mask_drift"] for r in these]
+        rows.append(row(f"`{init}`", *cells, steps, "" if None in drift else mean(drift, 3)))
     return rows
 
 

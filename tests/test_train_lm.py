@@ -160,6 +160,14 @@ def test_as_a_process_on_a_plain_console(tmp_path, book):
     assert done.returncode == 0 and done.stderr == "" and len(lines(tmp_path)) == 6
 
 
+def test_a_long_file_is_cut_and_says_so(tmp_path, capsys):
+    path = tmp_path / "long.txt"
+    path.write_bytes("é".encode() * 2000)
+    (result,) = tiny(tmp_path / "out", "--data", str(path), "--max-bytes", "1001", "--inits", "default")
+    assert "the first 1,001 of 4,000 bytes" in capsys.readouterr().out
+    assert result["metrics"]["val_tokens_evaluated"] == 2 * 25 - 1  # 500 characters: 450, 25 and 25 of two bytes
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="gloo under torchrun")
 def test_two_processes_give_the_losses_of_one(tmp_path, book):

@@ -141,6 +141,11 @@ def test_two_processes_give_the_losses_of_one(tmp_path):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-4)
 
 
+def test_few_tokens_are_said(tmp_path, capsys):
+    tiny(tmp_path, "--dataset", "builtin", "--inits", "default", "--patch", "16")
+    assert "--patch 16 leaves 4 tokens" in capsys.readouterr().out
+
+
 def test_divergence_is_recorded(tmp_path):
     (result,) = tiny(tmp_path, "--dataset", "builtin", "--inits", "default", "--lr", "1e30")
     assert result["diverged"] and result["metrics"]["top1"] is None

@@ -50,9 +50,9 @@ def builtin():
     return cut("\n".join(topics[name] for name in sorted(topics)))
 
 
-def load_file(path):
-    """Any UTF-8 text file, cut by `cut`."""
-    return cut(read(Path(path)))
+def load_file(path, max_bytes=None):
+    """Any UTF-8 text file, or its first max_bytes, cut by `cut`."""
+    return cut(read(Path(path), max_bytes))
 
 
 def cut(text):
