@@ -281,23 +281,33 @@ def test_gotu_rows_and_facts_stand_in_the_readme():
     assert not missing, "\n".join(missing)
 
 
+def default_runs(script, name, seeds):
+    """Whether results/`name` holds so many whole runs of every init, as the script makes them without a flag."""
+    groups = {}
+    for r in lines_of(name):
+        usual = vars(script.settings([], r["task"])) | {"fraction": r["config"].get("fraction")}
+        names = [n for n in r["config"] if n not in (*runs.NOT_OF_THE_RUN, "text")]
+        assert {n: r["config"][n] for n in names} == {n: usual[n] for n in names}
+        assert r["complete"] and not r["diverged"] and r["steps"] == r["config"]["steps"]
+        groups.setdefault((r["task"], r["config"].get("fraction"), r["init"]), []).append(r["seed"])
+    return groups and all(sorted(of) == list(range(seeds)) for of in groups.values())
+
+
 @pytest.mark.arith
 def test_arith_rows_stand_in_the_readme():
     missing = [text for text in arith_rows() if text not in README]
     assert not missing, "\n".join(missing)
+    assert default_runs(train_arith, "arith.jsonl", 3)
 
 
-@pytest.mark.arith
-def test_arith_runs_are_three_seeds_of_a_preset():
-    groups = {}
-    for r in lines_of("arith.jsonl"):
-        given = ["--preset", r["config"]["preset"], "--readout", r["config"]["readout"]]
-        usual = vars(train_arith.settings(given, r["task"])) | {"fraction": r["config"]["fraction"]}
-        names = [name for name in r["config"] if name not in runs.NOT_OF_THE_RUN]
-        assert {name: r["config"][name] for name in names} == {name: usual[name] for name in names}
-        assert r["complete"] and not r["diverged"] and r["steps"] == r["config"]["steps"]
-        groups.setdefault((*given, r["task"], r["config"]["fraction"], r["init"]), []).append(r["seed"])
-    assert groups and all(sorted(seeds) == [0, 1, 2] for seeds in groups.values())
+@pytest.mark.lm
+def test_lm_rows_stand_in_the_readme():
+    missing = [text for text in lm_rows() if text not in README]
+    assert not missing, "\n".join(missing)
+    assert default_runs(train_lm, "lm.jsonl", 5)
+    assert len({r["config"]["text"] for r in lines_of("lm.jsonl")}) == 1
+    seconds = statistics.median(r["seconds"] for r in lines_of("lm.jsonl"))
+    assert f"{seconds:.0f} seconds a run on one thread of" in README
 
 
 def test_the_paper_preset_s_runs():
@@ -350,7 +360,7 @@ def test_every_flag_in_the_readme_exists():
         commands = re.findall(rf"{script.__name__}\.py[^\n`|]*", README)
         assert commands
         for command in commands:
-            assert set(re.findall(r"--[a-z-]+", command)) <= known, command
+            assert set(re.findall(r"--[a-z0-9-]+", command)) <= known, command
 
 
 def test_the_readme_s_test_command_is_what_ci_runs():
