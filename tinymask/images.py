@@ -32,31 +32,40 @@ CIFAR = {  # layout: https://www.cs.toronto.edu/~kriz/cifar.html; sizes and hash
 # -- built-in sets: 8 x 8 tiles of 4 x 4 pixels, no download ---------------------------------------
 
 CLASSES, GRID, TILE = 10, 8, 4
-DISTANCE = {"local": 1, "global": GRID // 2}
-FOLLOWS = 0.8
+HOLDS = 0.8  # how often the rule of a set holds; else a tile is any
 
 
 def builtin(relation, train=8000, test=1000, seed=0):
-    """A set made from a seed: images of 8 x 8 tiles of ten textures; the class is how tiles follow each other.
+    """A set made from a seed: images of 8 x 8 tiles of ten textures; the class is how textures relate to each other.
 
-    In an image of class c, along its rows or along its columns (drawn), the tile at distance d has the texture c
-    further on, modulo 10, with probability 0.8, and else any. A tile alone says nothing of the class. relation "local":
-    d = 1, the next tile; "global": d = 4, half the image. Nothing else differs, so that a prior of locality
-    has something to say about the first one only.
+    In an image of class c, with probability HOLDS for each tile,
+
+        "local"    a tile has the texture c further on, modulo 10, than the tile before it in its row
+        "global"   the tiles of the left half have one texture, those of the right half the one c further on
+
+    or, for half of the images, the same from top to bottom. A tile alone says nothing of the class in either.
+    In the first set neighbours decide; in the second, parts of the image that a 3 x 3 window never holds
+    together. Raises ValueError for another relation.
     """
+    if relation not in ("local", "global"):
+        raise ValueError(f"relation is 'local' or 'global', got {relation!r}")
     generator = torch.Generator().manual_seed(seed)
     textures = torch.randint(0, 200, (CLASSES, 3, TILE, TILE), generator=generator)
-    return tuple(part for count in (train, test) for part in _tiled(DISTANCE[relation], count, textures, generator))
+    return tuple(part for count in (train, test) for part in _tiled(relation, count, textures, generator))
 
 
-def _tiled(distance, count, textures, generator):
+def _tiled(relation, count, textures, generator):
     """`count` images (P, 3, 32, 32) and labels (P,) of a built-in set."""
     labels = torch.randint(CLASSES, (count,), generator=generator)
     tiles = torch.randint(CLASSES, (count, GRID, GRID), generator=generator)
-    follows = torch.rand(count, GRID, GRID, generator=generator) < FOLLOWS
-    for column in range(distance, GRID):
-        following = (tiles[:, :, column - distance] + labels[:, None]) % CLASSES  # (P, 8)
-        tiles[:, :, column] = torch.where(follows[:, :, column], following, tiles[:, :, column])
+    holds = torch.rand(count, GRID, GRID, generator=generator) < HOLDS
+    first = tiles[:, :, 0].clone()  # global: the texture of the left half is that of the first tile
+    for column in range(GRID):
+        if relation == "local":
+            wanted = tiles[:, :, max(column - 1, 0)] + labels[:, None] * (column > 0)  # (P, 8)
+        else:
+            wanted = first[:, :1] + labels[:, None] * (column >= GRID // 2)  # (P, 1)
+        tiles[:, :, column] = torch.where(holds[:, :, column], wanted % CLASSES, tiles[:, :, column])
     downwards = torch.rand(count, generator=generator) < 0.5
     tiles = torch.where(downwards[:, None, None], tiles.transpose(1, 2), tiles)
     images = textures[tiles].permute(0, 3, 1, 4, 2, 5).reshape(count, 3, GRID * TILE, GRID * TILE)
