@@ -1,0 +1,61 @@
+"""The handout: made from this checkout, its tests fail for the right reason and pass with the solutions put back."""
+import ast
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tinymask import handout
+
+SOURCE = handout.ROOT / "tinymask"
+
+
+def graded(target, tests):
+    """pytest of one exercise in the handout, as a student runs it: (exit status, output)."""
+    done = subprocess.run(f"{sys.executable} -m pytest -q -x {tests}", shell=True, cwd=target, capture_output=True,
+                          text=True, env=os.environ | {"PYTHONPATH": str(target)})
+    return done.returncode, done.stdout
+
+
+def test_only_the_body_goes():
+    source = 'import os\n\n\ndef f(x):\n    """What it is."""\n    y = x\n    return y\n\n\ndef g():\n    return 1\n'
+    assert handout.without_body(source, "f", 3) == (
+        'import os\n\n\ndef f(x):\n    """What it is."""\n    raise NotImplementedError("exercise 3: f")\n\n\n'
+        "def g():\n    return 1\n")
+    with pytest.raises(ValueError, match="no function h"):
+        handout.without_body(source, "h", 1)
+
+
+def test_every_exercise_has_a_docstring_with_an_example_or_a_formula():
+    for _, names, _, tests in handout.EXERCISES:
+        assert tests.split()[0].startswith("tests/")
+        for module, name in (dotted.split(".") for dotted in names):
+            tree = ast.parse((SOURCE / f"{module}.py").read_text(encoding="utf-8"))
+            assert ast.get_docstring(handout.function(tree, name)), name
+
+
+@pytest.mark.parametrize("argv, status", [([], 1), (["-h"], 1), (["a", "b"], 1), ([str(handout.ROOT / "tests")], 2)])
+def test_bad_input_is_one_line(argv, status, capsys):
+    with pytest.raises(SystemExit) as stop:
+        handout.main(argv)
+    assert stop.value.code in (status, "usage: python -m tinymask.handout DIR")
+
+
+@pytest.mark.slow
+def test_the_handout_grades(tmp_path):
+    target = tmp_path / "a course"
+    handout.main([str(target)])
+    assert (target / "EXERCISES.md").read_text(encoding="utf-8").count("python -m pytest") == len(handout.EXERCISES)
+    for number, (_, names, _, tests) in enumerate(handout.EXERCISES, 1):
+        status, output = graded(target, tests)
+        assert status == 1 and f"exercise {number}: " in output, (number, output)
+        for module, name in (dotted.split(".") for dotted in names):
+            solution = (SOURCE / f"{module}.py").read_text(encoding="utf-8")
+            node, path = handout.function(ast.parse(solution), name), target / "tinymask" / f"{module}.py"
+            lines = path.read_text(encoding="utf-8").splitlines()
+            stub = handout.function(ast.parse("\n".join(lines)), name)
+            lines[stub.lineno - 1: stub.end_lineno] = solution.splitlines()[node.lineno - 1: node.end_lineno]
+            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        status, output = graded(target, tests)
+        assert status == 0, (number, output)

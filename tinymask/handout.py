@@ -1,0 +1,97 @@
+"""A course handout from a checkout: `python -m tinymask.handout DIR`.
+
+DIR becomes a copy of the project in which the functions below have no body, with their docstrings kept, and a
+file EXERCISES.md. The tests are the graders: those of step k need the functions of steps 1 to k only. Nothing
+in the source is marked for this; the table is all there is.
+"""
+import ast
+import shutil
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+EXERCISES = [  # (title, functions as module.name, what to think of, the command that grades)
+    ("Attention with a mask", ["attention.masked_attention"],
+     "The mask is added to the logits as log sigmoid(M), before the softmax. What must never happen to a row?",
+     "tests/test_attention.py"),
+    ("The theorem", ["theory.attention_row", "theory.dp_dz", "theory.dp_dq", "theory.dp_dk", "theory.dp_dm",
+                     "theory.bounds", "theory.dloss_dm"],
+     "Derive each on paper first; the tests compare with autograd. Which factor makes a mask persist?",
+     "tests/test_theory.py"),
+    ("What the data does not say", ["boolean.fourier_coefficients", "boolean.minimum_degree_interpolator"],
+     "The interpolator of the lowest degree is what a plain transformer tends to. What is it for x0 x1?",
+     "tests/test_boolean.py"),
+    ("Priors as supports", ["mask_priors.to_mask", "mask_priors.parity2_support", "mask_priors.majority3_support",
+                            "mask_priors.cyclic3_support", "mask_priors.threesym_support"],
+     "Say what every row does. Why is a row that is closed throughout no prior at all?",
+     "tests/test_priors.py -k 'supports_by_hand or says_something or wholly_closed or to_mask or threesym_by_hand'"),
+    ("How much of it stays", ["persistence.support_mass", "persistence.attention_shift", "persistence.mask_drift"],
+     "Which rows have a prior, and which do not count?", "tests/test_persistence.py"),
+    ("The rival: query and key", ["qk_init.position_decoder", "qk_init.svd"],
+     "A layer reads token and position together. How can scores depend on the position alone?",
+     "tests/test_priors.py -k 'query_key or svd'"),
+    ("Digits", ["arithmetic.to_digits", "arithmetic.split", "arithmetic.encode", "arithmetic.grade",
+                "mask_priors.addition_support"],
+     "Where does the carry come from, and how many layers does 999 + 1 need?",
+     "tests/test_arithmetic.py tests/test_priors.py -k 'arithmetic or addition or digit_that_matters'"),
+    ("Nearness", ["mask_priors.distance_mask", "mask_priors.geometric_slopes"],
+     "Far back, log sigmoid(-s d) is -s d: which published method is this mask, if it is not trained?",
+     "tests/test_priors.py -k distance"),
+]
+LEFT_OUT = (".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "data", "handout*", "results")
+
+
+def function(tree, name):
+    """The definition called `name` in a parsed module. Raises ValueError if there is none."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return node
+    raise ValueError(f"no function {name}")
+
+
+def without_body(source, name, number):
+    """The source of a module in which the function `name` keeps signature and docstring, and raises else."""
+    lines, node = source.splitlines(), function(ast.parse(source), name)
+    body = node.body[1:] if ast.get_docstring(node) is not None else node.body  # what is taken away
+    stub = f"    raise NotImplementedError(\"exercise {number}: {name}\")"
+    return "\n".join([*lines[: body[0].lineno - 1], stub, *lines[node.end_lineno:]]) + "\n"
+
+
+def exercises_text():
+    """EXERCISES.md."""
+    steps = ["# Exercises\n\nWrite the bodies that are missing, step by step, each as its docstring says. The command "
+             "of a step is green when it is done; it needs nothing from later steps.\n"]
+    for number, (title, names, question, tests) in enumerate(EXERCISES, 1):
+        functions = ", ".join(f"`{module}.py`: `{name}`" for module, name in (dotted.split(".") for dotted in names))
+        steps.append(f"## {number}. {title}\n\n{functions}\n\n{question}\n\n    python -m pytest {tests}\n")
+    return "\n".join(steps)
+
+
+def make(target):
+    """Write the handout into the folder `target`, which must not exist."""
+    shutil.copytree(ROOT, target, ignore=shutil.ignore_patterns(*LEFT_OUT, Path(target).name))
+    (target / "tests" / "test_readme.py").unlink()  # figures, not exercises; and the results are left out
+    for number, (_, names, _, _) in enumerate(EXERCISES, 1):
+        for module, name in (dotted.split(".") for dotted in names):
+            path = target / "tinymask" / f"{module}.py"
+            path.write_text(without_body(path.read_text(encoding="utf-8"), name, number), encoding="utf-8")
+    (target / "EXERCISES.md").write_text(exercises_text(), encoding="utf-8")
+
+
+def main(argv):
+    if len(argv) != 1 or argv[0].startswith("-"):
+        sys.exit("usage: python -m tinymask.handout DIR")
+    target = Path(argv[0])
+    if not (ROOT / "tests").is_dir():
+        print(f"python -m tinymask.handout: {ROOT} is not a checkout, there are no tests", file=sys.stderr)
+        sys.exit(2)
+    try:
+        make(target)
+    except OSError as error:
+        print(f"python -m tinymask.handout: {target}: {error.strerror or error}", file=sys.stderr)
+        sys.exit(2)
+    print(f"{len(EXERCISES)} exercises in {target}: begin with {target / 'EXERCISES.md'}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
