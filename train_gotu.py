@@ -183,21 +183,18 @@ def plot(common, args_of, results, out, ids):
     for task, args in args_of.items():
         columns = [f"layer {layer + 1}, {when}" for layer in range(args.depth) for when in ("start", "end")]
         heads = [f"{task}, head {head + 1}" for head in range(args.heads)]
-        attention, openness, rows = [], [], []
+        attention, heads_open, rows = [], [], []
         for init in common.inits:
             model, _ = build(args, task, init, common.first_seed)
+            path = out / "checkpoints" / f"{runs.run_key(vars(args), task, init, common.first_seed)}.pt"
+            (first, openness), (last, _) = runs.start_and_end(path, model, ids)
+            attention += [maps.mean(dim=(0, 1)) for pair in zip(first, last) for maps in pair]
             if init.startswith("mask"):
                 rows += [f"{init}, layer {layer + 1}" for layer in range(args.depth)]
-                openness += [head for p in masks(model).values()
-                             for head in p.detach().sigmoid().expand(args.heads, -1, -1)]
-            first = attention_maps(model, ids)
-            path = out / "checkpoints" / f"{runs.run_key(vars(args), task, init, common.first_seed)}.pt"
-            runs.restore(path, model)
-            last = attention_maps(model, ids)
-            attention += [maps.mean(dim=(0, 1)) for pair in zip(first, last) for maps in pair]
+                heads_open += [head for layer in openness for head in layer.expand(args.heads, -1, -1)]
         pictures.grid(common.inits, columns, attention, out / f"attention-{task}.png")
         if rows:
-            pictures.grid(rows, heads, openness, out / f"masks-{task}.png")
+            pictures.grid(rows, heads, heads_open, out / f"masks-{task}.png")
 
 
 def main(argv=None):

@@ -198,17 +198,14 @@ def plot(common, args_of, results, out, data):
                                                for when in ("start", "end")]
         attention, openness, rows = [], [], []
         for init in common.inits:
-            model, looks = build(args, init, common.first_seed, text.vocabulary_size(tokeniser)), []
+            model = build(args, init, common.first_seed, text.vocabulary_size(tokeniser))
             path = out / "checkpoints" / f"{runs.run_key(vars(args), name, init, common.first_seed)}.pt"
-            for _ in range(2):  # at the start, at the end
-                looks.append(([m.mean(dim=(0, 1)) for m in attention_maps(model, few)],
-                              [m.detach().sigmoid().tril() for m in masks(model).values()]))
-                runs.restore(path, model)
-            attention += [part for pair in zip(looks[0][0], looks[1][0]) for part in pair]
+            (first, first_open), (last, last_open) = runs.start_and_end(path, model, few)
+            attention += [maps.mean(dim=(0, 1)) for pair in zip(first, last) for maps in pair]
             if init.startswith("mask"):
                 rows += [f"{init}, head {head + 1}" for head in range(args.heads)]
-                openness += [part[head] for head in range(args.heads)
-                             for pair in zip(looks[0][1], looks[1][1]) for part in pair]
+                openness += [layer[head].tril() for head in range(args.heads)
+                             for pair in zip(first_open, last_open) for layer in pair]
         pictures.grid(common.inits, columns, attention, out / f"attention-{name}.png")
         if rows:
             pictures.grid(rows, columns, openness, out / f"masks-{name}.png")

@@ -207,15 +207,13 @@ def plot(common, args_of, results, out, data):
         for init in common.inits:
             model, _ = build(args, dataset, init, common.first_seed, to_input(args, data[dataset][0][:PROBE]))
             key = runs.run_key(vars(args), dataset, init, common.first_seed)
-            looks = [], []  # at start, at end: per layer (H, N), one row of the attention, and of sigmoid(M)
-            for _ in range(2):
-                looks[0].append([maps.mean(0)[:, middle + skip, skip:] for maps in attention_maps(model, probe)])
-                looks[1].append([m.detach().sigmoid()[:, middle + skip, skip:] for m in masks(model).values()])
-                runs.restore(out / "checkpoints" / f"{key}.pt", model)
-            for name, (first, last) in zip(panels, looks):
-                if first and (name == "attention" or init.startswith("mask")):
-                    panels[name][init] = [head.unflatten(0, (side, side)) for layer in (0, args.depth - 1)
-                                          for when in (first, last) for head in when[layer]]
+            first, last = runs.start_and_end(out / "checkpoints" / f"{key}.pt", model, probe)
+            rows = {"attention": [[maps.mean(0) for maps in part[0]] for part in (first, last)],
+                    "mask": [part[1] for part in (first, last)]}  # name -> start, end -> layer: (H, N, N)
+            for name, layers in rows.items():
+                if name == "attention" or init.startswith("mask"):
+                    panels[name][init] = [head[middle + skip, skip:].unflatten(0, (side, side))
+                                          for layer in (0, args.depth - 1) for part in layers for head in part[layer]]
         columns = [f"layer {layer}, head {head + 1}\n{when}" for layer in (1, args.depth) for when in ("start", "end")
                    for head in range(args.heads)]
         for name, rows in panels.items():

@@ -160,6 +160,13 @@ def test_as_a_process_on_a_plain_console(tmp_path, book):
     assert done.returncode == 0 and done.stderr == "" and len(lines(tmp_path)) == 6
 
 
+def test_plot(tmp_path, book):
+    pytest.importorskip("matplotlib")
+    tiny(tmp_path / "out", "--data", book, "--inits", "default", "mask-slopes", "--plot")
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"curves.png", "attention-a book.txt.png", "masks-a book.txt.png"} <= names
+
+
 def test_a_long_file_is_cut_and_says_so(tmp_path, capsys):
     path = tmp_path / "long.txt"
     path.write_bytes("é".encode() * 2000)

@@ -141,6 +141,13 @@ def test_two_processes_give_the_losses_of_one(tmp_path):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-4)
 
 
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_plot(pooling, tmp_path):
+    pytest.importorskip("matplotlib")
+    tiny(tmp_path, "--dataset", "builtin", "--inits", "default", "mask", "--plot", "--pooling", pooling)
+    assert {"curves.png", "attention-builtin.png", "mask-builtin.png"} <= {path.name for path in tmp_path.iterdir()}
+
+
 def test_few_tokens_are_said(tmp_path, capsys):
     tiny(tmp_path, "--dataset", "builtin", "--inits", "default", "--patch", "16")
     assert "--patch 16 leaves 4 tokens" in capsys.readouterr().out

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 
 from tinymask import __version__
+from tinymask.persistence import attention_maps
+from tinymask.transformer import masks
 
 # flags that choose which runs are made, or where; a run is the same run whatever they say
 NOT_OF_THE_RUN = ("tasks", "dataset", "inits", "seeds", "first_seed", "out", "resume", "plot", "smoke", "device",
@@ -279,6 +281,16 @@ def restore(path, model):
         model.load_state_dict(load(path)["model"])
     except Exception as error:  # missing, zip, pickle and shape errors alike
         fail(f"{path}: not a checkpoint of this run ({first_line(error)}); run it again without --resume")
+
+
+def start_and_end(path, model, inputs):
+    """What a new model attends to, and the same with the weights of the finished run at `path`, for figures.
+
+    Two pairs (attention, openness): lists of (B, H, N, N) and of sigmoid(M), (N, N) or (H, N, N), one a layer.
+    """
+    start = attention_maps(model, inputs), [mask.detach().sigmoid() for mask in masks(model).values()]
+    restore(path, model)
+    return start, (attention_maps(model, inputs), [mask.detach().sigmoid() for mask in masks(model).values()])
 
 
 def checkpoint(path, model, optimizer, batches, step, curve, seconds):
