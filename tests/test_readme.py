@@ -300,6 +300,15 @@ def test_arith_rows_stand_in_the_readme():
     assert default_runs(train_arith, "arith.jsonl", 3)
 
 
+@pytest.mark.vit
+def test_vit_rows_stand_in_the_readme():
+    missing = [text for text in vit_rows() if text not in README]
+    assert not missing, "\n".join(missing)
+    assert default_runs(train_vit, "vit.jsonl", 5)
+    seconds = statistics.median(r["seconds"] for r in lines_of("vit.jsonl"))
+    assert f"{seconds:.0f} seconds a run, as above" in README
+
+
 @pytest.mark.lm
 def test_lm_rows_stand_in_the_readme():
     missing = [text for text in lm_rows() if text not in README]
