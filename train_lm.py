@@ -5,11 +5,13 @@
 
 All arms see the same windows of the same text. `mask` is the paper's: causal, falling by 10 a token in every
 head; `mask-slopes` has a geometric slope for each head, which fixed and without log sigmoid is `alibi`. Expected:
-masks below the default. Perplexities of different tokenisers do not compare; bits per byte do.
+masks below the default. Perplexities of different tokenisers do not compare; bits per byte do, and words have none,
+for their tokenisers lose spaces and rare words.
 """
 import hashlib
 import itertools
 import math
+import os
 import time
 from pathlib import Path
 
@@ -45,7 +47,7 @@ PAPER = {  # validation and test perplexity: Table 6
 
 def parser():
     flags = runs.parser("train_lm.py", __doc__, DATASETS, INITS, PRESETS, flag="dataset", rows=6)
-    flags.set_defaults(dataset=DATASETS[:1])
+    flags.set_defaults(dataset=None)  # the first one, unless there is --data
     add = flags.add_argument
     add("--data", metavar="FILE", help="a UTF-8 text file instead of a data set")
     add("--data-dir", default="data", metavar="DIR", help="where official files and folders lie (default: data)")
@@ -68,7 +70,11 @@ def parser():
 def settings(argv, dataset):
     """The flags for one data set: as given, else as its preset has them."""
     presets = PRESETS | {"paper": PRESETS["paper"] | OF_DATASET.get(dataset, {})}
-    return runs.parse(parser(), argv, presets, SMOKE)
+    args = runs.parse(parser(), argv, presets, SMOKE)
+    if args.data is not None and args.dataset:
+        runs.fail("--data: give it or --dataset, not both")
+    args.dataset = args.dataset or DATASETS[:1]
+    return args
 
 
 def download(args, dataset):
@@ -83,12 +89,12 @@ def download(args, dataset):
 
 
 def load(args, dataset):
-    """The tokeniser, and a pair (token ids, bytes) for each of the training, validation and test texts."""
-    name = args.data or dataset
+    """The tokeniser, and a pair (token ids, bytes or None) for each of the training, validation and test texts."""
+    name = dataset if args.data is None else args.data
     try:
-        if args.download and not args.data:
+        if args.download and args.data is None:
             download(args, dataset)
-        if args.data:
+        if args.data is not None:
             texts = text.load_file(args.data, args.max_bytes)
         elif dataset == "builtin":
             texts = text.builtin()
@@ -96,11 +102,12 @@ def load(args, dataset):
             texts = text.load_stories(args.data_dir, args.max_bytes)
         else:
             texts = text.load_wikitext(dataset, args.data_dir)
-        kind = "lines" if (args.tokeniser, dataset) == ("word", "wikitext2") and not args.data else args.tokeniser
+        kind = "lines" if (args.tokeniser, dataset) == ("word", "wikitext2") and args.data is None else args.tokeniser
         tokeniser = text.make_tokeniser(kind, texts[0])
-        parts = [(text.encode(tokeniser, part), len(part.encode())) for part in texts]
-    except (FileNotFoundError, ValueError) as error:
-        runs.fail(f"{'--data' if args.data else '--dataset'} {name}: {error}")
+        lossy = "types" in tokeniser  # spaces and rare words are lost: nothing to be had per byte
+        parts = [(text.encode(tokeniser, part), None if lossy else len(part.encode())) for part in texts]
+    except (OSError, ValueError) as error:
+        runs.fail(f"{'--dataset' if args.data is None else '--data'} {name}: {error}")
     for part, (ids, _) in zip(("training", "validation", "test"), parts):
         if len(ids) <= args.block:
             runs.fail(f"{name}: {len(ids)} tokens in the {part} text, --block {args.block} wants {args.block + 1}")
@@ -109,7 +116,7 @@ def load(args, dataset):
 
 @torch.no_grad()
 def scores(model, ids, size, block, device, limit=None):
-    """Perplexity, nats a token and bits a byte on a text of `size` bytes (or its first `limit` blocks).
+    """Perplexity, nats a token and bits a byte on a text of `size` bytes (None: unknown), or its first `limit` blocks.
 
     Each token but the first is predicted once, from those before it in its block: sums over counts, so that
     nothing depends on how the blocks are batched.
@@ -125,7 +132,7 @@ def scores(model, ids, size, block, device, limit=None):
     model.train()
     nll = total / count
     return {"perplexity": math.exp(min(nll, 700)), "nll": nll,
-            "bits_per_byte": nll / math.log(2) * len(ids) / size, "tokens_evaluated": count}
+            "bits_per_byte": size and nll / math.log(2) * len(ids) / size, "tokens_evaluated": count}
 
 
 def build(args, init, seed, vocabulary):
@@ -152,14 +159,20 @@ def build(args, init, seed, vocabulary):
 
 def encoded_prompt(args, tokeniser, train):
     """Token ids of --prompt, or the first token of the training text. Unknown words are an error."""
-    prompt = text.encode(tokeniser, args.prompt) if args.prompt else train[:1]
+    try:
+        prompt = os.fsencode(args.prompt).decode()  # whatever the locale made of it
+    except UnicodeDecodeError as error:
+        runs.fail(f"--prompt: not UTF-8 at byte {error.start}")
     if "types" in tokeniser:
-        unknown = set(text.pieces(tokeniser["kind"], args.prompt)) - set(tokeniser["types"]) - {text.END}
+        unknown = set(text.pieces(tokeniser["kind"], prompt)) - set(tokeniser["types"]) - {text.END}
         if unknown:
             runs.fail(f"--prompt: not in the vocabulary: {' '.join(sorted(unknown))}")
-    if len(prompt) == 0:
+    ids = text.encode(tokeniser, prompt) if prompt else train[:1]
+    if tokeniser["kind"] == "lines" and prompt and not prompt.endswith("\n"):
+        ids = ids[:-1]  # the line is to go on
+    if len(ids) == 0:
         runs.fail(f"--prompt {args.prompt!r}: no token in it")
-    return prompt
+    return ids
 
 
 def write_sample(args, model, tokeniser, prompt, device):
@@ -189,8 +202,8 @@ def print_table(common, names, results):
 def plot(common, args_of, results, out, data):
     """Figures: the curves; for each text and each init of the first seed, attention at the start and at the end, a
     mean over heads and validation blocks, and sigmoid(M) of each head."""
-    pictures.progress(results, list(args_of), common.inits, "bits_per_byte", "bits per byte, validation",
-                      out / "curves.png")
+    measure, label = ("bits_per_byte", "bits per byte") if common.tokeniser != "word" else ("nll", "nats per token")
+    pictures.progress(results, list(args_of), common.inits, measure, f"{label}, validation", out / "curves.png")
     for name, args in args_of.items():
         tokeniser, (_, (val, _), _) = data[name]
         whole = [inputs for inputs, _ in text.blocks(val, args.block) if inputs.shape[1] == args.block]
@@ -213,15 +226,20 @@ def plot(common, args_of, results, out, data):
 
 def main(argv=None):
     common = settings(argv, None)
-    names = [Path(common.data).name] if common.data else common.dataset
+    names = common.dataset if common.data is None else [Path(common.data).name]
     args_of = {name: settings(argv, name) for name in names}
     if common.plot:
         pictures.pyplot()  # a missing matplotlib is said before the training, not after it
-    data = {name: load(args, name) for name, args in args_of.items()}  # missing files are said now, too
-    for name, args in args_of.items():  # which text it is, for Pythons and files differ
-        args.text = hashlib.sha256(data[name][1][0][0].numpy().tobytes()).hexdigest()[:12]
-    prompts = {name: encoded_prompt(args, data[name][0], data[name][1][0][0]) for name, args in args_of.items()}
     rank, world, device = runs.start_processes(common.device, common.batch_size)
+    if rank > 0:
+        dist.barrier()  # the first process downloads
+    data = {name: load(args, name) for name, args in args_of.items()}  # missing files are said now, too
+    if rank == 0 and world > 1:
+        dist.barrier()
+    for name, args in args_of.items():  # which text it is, for Pythons and files differ
+        train, *others = (hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:12] for ids, _ in data[name][1])
+        args.text, args.held_out = train, "-".join(others)
+    prompts = {name: encoded_prompt(args, data[name][0], data[name][1][0][0]) for name, args in args_of.items()}
     if common.bf16 and device.type != "cuda":
         runs.fail(f"--bf16: only on CUDA, this is {device}")
     out = runs.open_out(common.out)
@@ -229,7 +247,7 @@ def main(argv=None):
     if rank == 0:
         print(f"device {device}, {world} process(es), {torch.get_num_threads()} threads, torch {torch.__version__}, "
               f"results in {out}")
-        if common.data and (size := Path(common.data).stat().st_size) > common.max_bytes:
+        if common.data is not None and (size := Path(common.data).stat().st_size) > common.max_bytes:
             print(f"{common.data}: the first {common.max_bytes:,} of {size:,} bytes; more with --max-bytes")
     results = []
 
@@ -273,9 +291,7 @@ def main(argv=None):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            if world > 1:  # what all of them have, for the record
-                dist.all_reduce(loss := loss.detach() / world)
-            step += 1
+            loss, step = runs.agree(loss), step + 1
             bar.update()
             diverged = not math.isfinite(loss.item())
             if step * EVALUATIONS // args.steps > (step - 1) * EVALUATIONS // args.steps:
@@ -283,9 +299,10 @@ def main(argv=None):
                 curve.append({"step": step, "train_loss": loss.item(), **point})
                 diverged = diverged or not math.isfinite(point["nll"])
                 if rank == 0:
-                    runs.report(bar, name, "step {step}: {bits_per_byte:.4f} bits/byte, validation".format(**curve[-1]))
-            if rank == 0 and not diverged and (runs.interrupted() or step % 500 == 0):
-                runs.checkpoint(checkpoint, model, optimizer, batches, step, curve, time.perf_counter() - start)
+                    bits = "" if val_bytes is None else f"{point['bits_per_byte']:.4f} bits/byte, "
+                    runs.report(bar, name, f"step {step}: {bits}perplexity {point['perplexity']:.2f} on validation")
+            if not diverged and (runs.interrupted() or step % 500 == 0):
+                runs.checkpoint(checkpoint, model, optimizer, batches, step, curve, time.perf_counter() - start, rank)
         bar.close()
         seconds = time.perf_counter() - start
 
@@ -296,6 +313,8 @@ def main(argv=None):
             "attention_shift": attention_shift(first_maps, attention_maps(model, few)),
             "mask_drift": mask_drift(first_masks, [mask.detach() for mask in masks(model).values()]),
         }
+        if "types" in tokeniser:
+            metrics["unknown"] = (test == tokeniser["types"].index(text.UNKNOWN)).float().mean().item()
         if rank > 0:
             results.append({"task": task, "init": init, "metrics": metrics, "diverged": diverged})
             continue

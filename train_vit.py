@@ -81,6 +81,8 @@ def settings(argv, dataset):
     args = runs.parse(parser(), argv, presets, SMOKE)
     if args.side % args.patch:
         runs.fail(f"--side {args.side} is not a multiple of --patch {args.patch}")
+    if (tokens := (args.side // args.patch) ** 2) > 2**14:
+        runs.fail(f"--side {args.side} --patch {args.patch}: {tokens:,} tokens an image, at most {2**14:,}")
     if args.dim % args.heads:
         runs.fail(f"--dim {args.dim} is not a multiple of --heads {args.heads}")
     if args.positions == "sincos" and args.dim % 4:
@@ -94,12 +96,12 @@ def load(args, dataset):
         if dataset.startswith("builtin"):
             return images.builtin("global" if dataset == "builtin-global" else "local")
         if dataset == "imagenet100":
-            return images.load_folder(f"{args.data_dir}/imagenet100", args.side)
+            return images.load_folder(Path(args.data_dir) / "imagenet100", args.side)
         about, folder = images.CIFAR[dataset], Path(args.data_dir)
         if args.download and not (folder / about["folder"]).is_dir():
             fetch(images.BASE + about["archive"], folder / about["archive"], about["sha256"])
         return images.load_cifar(dataset, args.data_dir)
-    except (FileNotFoundError, ValueError) as error:
+    except (OSError, ValueError) as error:
         runs.fail(f"--dataset {dataset}: {error}")
 
 
@@ -170,10 +172,16 @@ def build(args, dataset, init, seed, sample):
     return model, supports
 
 
+def describe(args, dataset, init):
+    """What a checkpoint says of itself: all that its weights alone would not tell."""
+    return {"dataset": dataset, "init": init} | {name: getattr(args, name) for name in (
+        "side", "patch", "heads", "pooling", "positions")}
+
+
 def evaluate_only(args, dataset, init, data, device):
     """Print the scores of the checkpoint --eval-only."""
     model, _ = build(args, dataset, init, args.first_seed, to_input(args, data[0][:PROBE]))
-    runs.restore(Path(args.eval_only), model)
+    runs.restore(Path(args.eval_only), model, describe(args, dataset, init), "--eval-only")
     found = scores(args, model.to(device), *data[2:], device)
     print(f"{dataset} {init}: top-1 {found['top1']:.4f}, loss {found['loss']:.4f} on {len(data[3])} test images")
 
@@ -227,11 +235,17 @@ def main(argv=None):
     args_of = {dataset: settings(argv, dataset) for dataset in common.dataset}
     if common.plot:
         pictures.pyplot()  # a missing matplotlib is said before the training, not after it
-    data = {dataset: load(args, dataset) for dataset, args in args_of.items()}  # missing files, too
     rank, world, device = runs.start_processes(common.device, common.batch_size)
+    if rank > 0:
+        dist.barrier()  # the first process downloads and decodes
+    data = {dataset: load(args, dataset) for dataset, args in args_of.items()}  # missing files are said now, too
+    if rank == 0 and world > 1:
+        dist.barrier()
+    for dataset, args in args_of.items():
+        args.data_hash = images.fingerprint(data[dataset])  # a run on other images is another run
     if common.bf16 and device.type != "cuda":
         runs.fail(f"--bf16: only on CUDA, this is {device}")
-    if common.eval_only:
+    if common.eval_only is not None:
         dataset = common.dataset[0]
         evaluate_only(args_of[dataset], dataset, common.inits[0], data[dataset], device)
         return []
@@ -283,9 +297,7 @@ def main(argv=None):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            if world > 1:  # what all of them have, for the record
-                dist.all_reduce(loss := loss.detach() / world)
-            step += 1
+            loss, step = runs.agree(loss), step + 1
             bar.update()
             diverged = not math.isfinite(loss.item())
             if step * EVALUATIONS // args.steps > (step - 1) * EVALUATIONS // args.steps:
@@ -294,8 +306,8 @@ def main(argv=None):
                 diverged = diverged or not math.isfinite(point["loss"])
                 if rank == 0:
                     runs.report(bar, name, "step {step}: top-1 {top1:.4f}, loss {loss:.3f}".format(**curve[-1]))
-            if rank == 0 and not diverged and (runs.interrupted() or step % 500 == 0):
-                runs.checkpoint(checkpoint, model, optimizer, batches, step, curve, time.perf_counter() - start)
+            if not diverged and (runs.interrupted() or step % 500 == 0):
+                runs.checkpoint(checkpoint, model, optimizer, batches, step, curve, time.perf_counter() - start, rank)
         bar.close()
         seconds = time.perf_counter() - start
 
@@ -309,11 +321,11 @@ def main(argv=None):
             "mask_drift": mask_drift(first_masks, [mask.detach() for mask in masks(model).values()]),
         }
         if dataset == "imagenet100":  # there are several sets of this name
-            metrics["class_list"] = images.names_hash(images.class_names(f"{args.data_dir}/imagenet100"))
+            metrics["class_list"] = images.names_hash(images.class_names(Path(args.data_dir) / "imagenet100"))
         if rank > 0:
             results.append({"task": dataset, "init": init, "metrics": metrics, "diverged": diverged})
             continue
-        runs.save(checkpoint, {"model": model.state_dict(), "step": step})
+        runs.save(checkpoint, {"model": model.state_dict(), "step": step, "run": describe(args, dataset, init)})
         results.append(runs.record(out, args, "vit", dataset, init, seed, metrics=metrics, curve=curve, steps=step,
                                    seconds=seconds, params=parameter_counts(model), device=device, diverged=diverged))
         if diverged:

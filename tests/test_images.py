@@ -1,4 +1,5 @@
 """Image sets from files of the exact official layout, the built-in sets, and augmentation."""
+import gzip
 import hashlib
 import io
 import tarfile
@@ -113,10 +114,15 @@ def test_missing_truncated_and_foreign_archives(tmp_path):
 
 def test_the_checksum_is_asked_of_official_archives_only(tmp_path):
     archive = tmp_path / "x.tar.gz"
-    archive.write_bytes(b"abc")
-    about = dict(size=3, sha256=hashlib.sha256(b"abc").hexdigest())
+    data = gzip.compress(b"abc" * 100)
+    archive.write_bytes(data)
+    about = dict(size=len(data), sha256=hashlib.sha256(data).hexdigest())
     images.check_archive(archive, about)
     images.check_archive(archive, about | {"size": 4, "sha256": "0"})  # another size: somebody's own
+    archive.write_bytes(data[:-6] + bytes([data[-6] ^ 1]) + data[-5:])  # in gzip's own checksum
+    with pytest.raises(OSError, match="CRC"):
+        images.check_archive(archive, about | {"size": 4})
+    archive.write_bytes(data)
     with pytest.raises(ValueError, match="sha256"):
         images.check_archive(archive, about | {"sha256": "0"})
 
@@ -155,6 +161,36 @@ def test_builtin_sets_are_repeatable_and_a_tile_alone_says_nothing():
         assert (means - images_of.float().mean()).abs().max() < 4
     with pytest.raises(ValueError, match="relation"):
         images.builtin("near")
+
+
+def test_fingerprints_tell_sets_apart():
+    local, far = (images.builtin(relation, 200, 20) for relation in ("local", "global"))
+    assert images.fingerprint(local) == images.fingerprint(images.builtin("local", 200, 20)) != images.fingerprint(far)
+    labels = local[3].clone()
+    labels[7] += 1
+    assert images.fingerprint((*local[:3], labels)) != images.fingerprint(local)
+
+
+def test_a_killed_decoding_does_not_leave_word_of_an_older_one(tmp_path, monkeypatch):
+    image = pytest.importorskip("PIL.Image")
+    for part in ("train", "val"):
+        (tmp_path / part / "a").mkdir(parents=True)
+        for number in range(4):
+            image.new("RGB", (8, 8), (200, 0, 0)).save(tmp_path / part / "a" / f"{number}.png")
+    whole = images.load_folder(tmp_path, 8, classes=1)[0].clone()
+    old = (tmp_path / "train" / "a" / "0.png").read_bytes()
+    (tmp_path / "train" / "a" / "0.png").write_bytes(old + b"x")
+    monkeypatch.setattr(images, "_decode", lambda *_: 1 / 0)
+    monkeypatch.setattr(images.Path, "write_text", lambda *_, **__: 1 / 0)  # killed: nothing is written any more
+    with pytest.raises(ZeroDivisionError):
+        images.load_folder(tmp_path, 8, classes=1)
+    monkeypatch.undo()
+    (tmp_path / "train" / "a" / "0.png").write_bytes(old)
+    assert torch.equal(images.load_folder(tmp_path, 8, classes=1)[0], whole)
+    for path in (tmp_path / "val" / "a").iterdir():
+        path.unlink()
+    with pytest.raises(ValueError, match="no image in this class folder"):
+        images.load_folder(tmp_path, 8, classes=1)
 
 
 def test_flip_and_crop_by_hand():

@@ -182,3 +182,21 @@ def test_mean_std_and_table():
     assert runs.mean_std([0.5]) == "0.5000" and runs.mean_std([]) == runs.mean_std([None, 1.0]) == "-"
     lines = runs.table(["a", "b"], [["x", 1], ["long", 22]]).splitlines()
     assert lines == ["a      b", "--------", "x      1", "long  22"]
+
+
+def test_a_world_size_without_torchrun_is_one_process(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "")
+    assert runs.start_processes("cpu", 3)[:2] == (0, 1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert runs.start_processes("cpu", 3)[:2] == (0, 1)
+
+
+def test_results_that_cannot_be_written_are_said_before_training(tmp_path, capsys):
+    (tmp_path / "results.jsonl").symlink_to(tmp_path / "nosuch" / "results.jsonl")
+    with pytest.raises(SystemExit) as stop:
+        runs.open_out(str(tmp_path))
+    assert stop.value.code == 2 and "--out" in capsys.readouterr().err
+
+
+def test_long_names_make_a_file_name():
+    assert len(runs.run_key({"lr": 1}, "x" * 250, "mask", 0)) < 100

@@ -170,3 +170,27 @@ def test_blocks_have_every_token_but_the_first_as_a_target_once(tokens, block):
     targets = [token for _, y in pairs for token in y[0].tolist()]
     assert targets == list(range(1, tokens)) and all(torch.equal(y, x + 1) for x, y in pairs)
     assert all(1 <= x.shape[1] <= block for x, _ in pairs)
+
+
+@pytest.mark.parametrize("limit", range(20, 30))
+def test_a_byte_order_mark_moves_no_offset(limit, tmp_path):
+    path = tmp_path / "x.txt"
+    path.write_bytes(b"\xef\xbb\xbf" + "日本語éa".encode() * 3)
+    got = text.read(path, limit)
+    assert ("日本語éa" * 3).startswith(got) and len(got.encode()) > limit - 3 - 3
+    path.write_bytes(b"\xef\xbb\xbfabcdef\xff")
+    with pytest.raises(ValueError, match="at byte 9 "):
+        text.read(path)
+
+
+def test_a_damaged_zip_is_one_line(tmp_path):
+    with zipfile.ZipFile(tmp_path / "wikitext-2-v1.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for part in ("train", "valid", "test"):
+            archive.writestr(f"wikitext-2/wiki.{part}.tokens", " a b c <unk> \n" * 500)
+    whole = (tmp_path / "wikitext-2-v1.zip").read_bytes()
+    for place in range(60, 160, 7):
+        (tmp_path / "wikitext-2-v1.zip").write_bytes(whole[:place] + b"\xff\x00\xff" + whole[place + 3:])
+        try:
+            text.load_wikitext("wikitext2", tmp_path)
+        except ValueError as error:
+            assert "fetch it again" in str(error) and "\n" not in str(error)

@@ -160,6 +160,36 @@ def test_as_a_process_on_a_plain_console(tmp_path, book):
     assert done.returncode == 0 and done.stderr == "" and len(lines(tmp_path)) == 6
 
 
+def test_words_have_no_bits_per_byte(tmp_path, book):
+    (result,) = tiny(tmp_path / "out", "--data", book, "--tokeniser", "word", "--inits", "default")
+    assert result["metrics"]["bits_per_byte"] is None and result["metrics"]["perplexity"] > 1
+    assert result["metrics"]["unknown"] == 0
+
+
+def test_resume_does_not_take_the_results_of_another_text(tmp_path, book):
+    tiny(tmp_path / "out", "--data", book, "--inits", "default")
+    content = Path(book).read_text(encoding="utf-8")
+    Path(book).write_text(content[:-20] + content[-20:].upper(), encoding="utf-8")  # the test text alone
+    tiny(tmp_path / "out", "--data", book, "--inits", "default", "--resume")
+    assert len(lines(tmp_path / "out")) == 2
+
+
+def test_a_prompt_of_lines_does_not_end_its_line():
+    tokeniser = text.make_tokeniser("lines", "the cat sat\non the mat\n")
+    args = train_lm.settings(["--prompt", "the cat"], "wikitext2")
+    assert text.decode(tokeniser, train_lm.encoded_prompt(args, tokeniser, None)) == "the cat"
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--data", "x", "--dataset", "builtin"], "not both"), (["--data", ""], "--data"),
+    (["--prompt", "\udcff"], "--prompt: not UTF-8 at byte 0")])
+def test_flags_that_cannot_be_meant(flags, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        train_lm.main([*TINY, *flags])
+    assert stop.value.code == 2 and words in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
 def test_plot(tmp_path, book):
     pytest.importorskip("matplotlib")
     tiny(tmp_path / "out", "--data", book, "--inits", "default", "mask-slopes", "--plot")

@@ -148,6 +148,28 @@ def test_plot(pooling, tmp_path):
     assert {"curves.png", "attention-builtin.png", "mask-builtin.png"} <= {path.name for path in tmp_path.iterdir()}
 
 
+@pytest.mark.parametrize("made, asked, words", [
+    (["--inits", "mask"], ["--inits", "bias"], "init is mask there, bias here"),
+    (["--inits", "default"], ["--inits", "default", "--heads", "4"], "heads is 3 there, 4 here"),
+    (["--inits", "default"], ["--inits", "default", "--dataset", "builtin-global"], "dataset is builtin there"),
+])
+def test_eval_only_refuses_the_checkpoint_of_another_model(made, asked, words, tmp_path, capsys):
+    tiny(tmp_path, "--dataset", "builtin", *made)
+    (path,) = (tmp_path / "checkpoints").iterdir()
+    with pytest.raises(SystemExit) as stop:
+        tiny(tmp_path, "--dataset", "builtin", *asked, "--eval-only", str(path))
+    assert stop.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_resume_does_not_take_the_results_of_other_images(tmp_path):
+    cifar(tmp_path / "data")
+    flags = ["--dataset", "cifar10", "--data-dir", str(tmp_path / "data"), "--inits", "default"]
+    tiny(tmp_path / "out", *flags)
+    (tmp_path / "data" / "cifar-10-batches-bin" / "data_batch_1.bin").unlink()
+    (result,) = tiny(tmp_path / "out", *flags, "--resume")
+    assert result["metrics"]["images"] == 12 and len(lines(tmp_path / "out")) == 2
+
+
 def test_few_tokens_are_said(tmp_path, capsys):
     tiny(tmp_path, "--dataset", "builtin", "--inits", "default", "--patch", "16")
     assert "--patch 16 leaves 4 tokens" in capsys.readouterr().out
@@ -162,7 +184,7 @@ BAD = [
     ["--dataset", "mnist"], ["--dataset", "cifar10"], ["--dataset", "imagenet100"], ["--patch", "5"],
     ["--heads", "5"], ["--dim", "30", "--heads", "3", "--positions", "sincos"], ["--bf16"], ["--drop-path", "1"],
     ["--augment", "some"],
-    ["--side", "0"], ["--warmup", "-1"], ["--preset", "huge"],
+    ["--side", "1024", "--patch", "1"], ["--eval-only", ""], ["--side", "0"], ["--warmup", "-1"], ["--preset", "huge"],
 ]
 
 

@@ -131,6 +131,16 @@ def test_generation_is_repeatable_and_keeps_to_the_top_k():
     assert torch.allclose(free.bincount(minlength=11) / 6000, share, atol=0.03)
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 1e-42, 1e6])
+def test_generation_at_any_temperature(temperature):
+    model = init_weights(GPT(5, 4, 8, 1, 2), torch.Generator().manual_seed(0))
+    start, draws = torch.zeros(1, 1, dtype=torch.long), torch.Generator().manual_seed(0)
+    got = generate(model, start, 6, temperature, generator=draws)
+    assert got.shape == (1, 7)
+    if temperature < 1:
+        assert torch.equal(got, generate(model, start, 6, 0))
+
+
 def test_dropout_is_off_in_evaluation():
     model, ids = small_gpt(dropout=0.5), torch.tensor([[1, 2, 3]])
     assert not torch.equal(model(ids), model(ids))

@@ -1,5 +1,7 @@
 """Download of one official file, with its checksum. Nothing in the package calls this unless `--download` is given."""
+import contextlib
 import hashlib
+import http.client
 import os
 import urllib.request
 from pathlib import Path
@@ -38,7 +40,9 @@ def fetch(url, path, checksum):
         if (found := sha256(part)) != checksum:
             raise ValueError(f"{part.stat().st_size:,} bytes came, of sha256 {found}, wanted {checksum}")
         os.replace(part, path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{url}: {error}; put the file into {path.parent} by hand, or try again") from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{url}: {reason}; put the file into {path.parent} by hand, or try again") from None
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the folder cannot be written to: that was said
+            part.unlink(missing_ok=True)

@@ -7,9 +7,11 @@ that cannot be used a ValueError; both are one line.
 
 Augmentation works on whole batches, with one generator. Shapes: B batch, P images, C classes, S side.
 """
+import gzip
 import hashlib
 import json
 import tarfile
+import zlib
 from pathlib import Path
 
 import numpy
@@ -92,12 +94,12 @@ def load_cifar(name, data_dir="data"):
             f"{archive} is missing: put {BASE}{about['archive']} ({about['size']:,} bytes) there, or its extracted "
             f"folder {about['folder']}, or give --download"
         )
-    check_archive(archive, about)
     try:
+        check_archive(archive, about)
         with tarfile.open(archive) as tar:  # members are read in place, nothing is extracted
             members = sorted((m for m in tar if m.isfile() and m.name.endswith(".bin")), key=lambda m: m.name)
             return _sets(about, {Path(m.name).name: lambda m=m: tar.extractfile(m).read() for m in members}, archive)
-    except (EOFError, OSError, tarfile.TarError) as error:
+    except (EOFError, OSError, tarfile.TarError, zlib.error) as error:
         reason = _first_line(error)
         raise ValueError(f"{archive}: cannot be read to its end ({reason}); delete it, fetch it again") from None
 
@@ -129,8 +131,14 @@ def _records(about, data, path):
 
 
 def check_archive(path, about):
-    """Raise ValueError for an archive of the official size but another checksum. Another size is people's own data."""
+    """Raise ValueError for an archive of the official size but another checksum.
+
+    Another size is people's own data: it has to be a whole gzip file, else OSError, EOFError or zlib.error.
+    """
     if path.stat().st_size != about["size"]:
+        with gzip.open(path) as whole:  # its own checksum, which tarfile does not come to
+            while whole.read(2**20):
+                pass
         return
     if (found := hashlib.sha256(path.read_bytes()).hexdigest()) != about["sha256"]:
         raise ValueError(f"{path}: sha256 is {found}, wanted {about['sha256']}; delete it, fetch it again")
@@ -173,8 +181,8 @@ def load_folder(folder, size=224, classes=100):
     names = class_names(folder, classes)
     for part in ("train", "val"):
         files = [path for name in names for path in sorted((folder / part / name).iterdir()) if path.is_file()]
-        if not files:
-            raise ValueError(f"{folder / part}: no images in its class folders")
+        for name in sorted(set(names) - {path.parent.name for path in files}):
+            raise ValueError(f"{folder / part / name}: no image in this class folder")
         labels = torch.tensor([names.index(path.parent.name) for path in files])
         parts += [torch.from_numpy(_decoded(files, folder / f"cache-{size}" / part, size)), labels]
     return tuple(parts)
@@ -182,7 +190,8 @@ def load_folder(folder, size=224, classes=100):
 
 def _decoded(files, cache, size):
     """All images of a list, (P, 3, size, size) uint8: the memory map cache.u8, completed if it is not yet."""
-    listing = hashlib.sha256("\n".join(f"{path} {path.stat().st_size}" for path in files).encode()).hexdigest()
+    lines = [f"{path.parent.name}/{path.name} {path.stat().st_size}" for path in files]
+    listing = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     shape, data, state = (len(files), 3, size, size), cache.with_suffix(".u8"), cache.with_suffix(".json")
     try:
         known = json.loads(state.read_text(encoding="utf-8"))
@@ -191,6 +200,8 @@ def _decoded(files, cache, size):
         done = 0
     if done < len(files):
         cache.parent.mkdir(parents=True, exist_ok=True)
+        if not done:
+            state.unlink(missing_ok=True)  # it told of the data that go now
         array = numpy.memmap(data, dtype=numpy.uint8, mode="r+" if done else "w+", shape=shape)
         try:
             for done in tqdm(range(done, len(files)), initial=done, total=len(files), desc=str(cache), disable=None):
@@ -216,13 +227,22 @@ def _decode(path, size):
             left, top = (width - size) // 2, (height - size) // 2
             image = image.resize((width, height), Image.BICUBIC).crop((left, top, left + size, top + size))
             return numpy.asarray(image).transpose(2, 0, 1)
-    except (OSError, SyntaxError, ValueError) as error:  # pillow raises all three
+    except Exception as error:  # pillow raises many kinds
         raise ValueError(f"{path}: not a readable image ({_first_line(error)})") from None
 
 
 def _first_line(error):
     """What an exception says, as one line that is never empty."""
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def fingerprint(data):
+    """A short name for a set, from all labels and about 64 images of each part: 12 hexadecimal digits."""
+    digest = hashlib.sha256()
+    for part in data:
+        digest.update(str(tuple(part.shape)).encode())
+        digest.update((part if part.ndim == 1 else part[:: max(1, len(part) // 64)]).numpy().tobytes())
+    return digest.hexdigest()[:12]
 
 
 # -- augmentation ---------------------------------------------------------------------------------

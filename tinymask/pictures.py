@@ -95,7 +95,7 @@ def progress(results, tasks, inits, measure, label, path):
     plt = pyplot()
     figure, axes = plt.subplots(1, len(tasks), figsize=(5 * len(tasks), 4.2), squeeze=False)
     for ax, task in zip(axes[0], tasks):
-        ax.set(title=task, xlabel="step")
+        ax.set(title=_plain(task), xlabel="step")
         for init in inits:
             runs = [r for r in results if (r["task"], r["init"], r["diverged"]) == (task, init, False)]
             if runs:
@@ -150,6 +150,11 @@ def dots(groups, inits, titles, path):
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def _plain(text):
+    """A file's name as text: no formulas in it, no broken characters."""
+    return text.encode("utf-8", "replace").decode().replace("$", r"\$")
 
 
 def _band(ax, x, rows, init):

@@ -3,6 +3,7 @@
 Functions only, and none of them takes a loop body: the training loops stand in the scripts.
 """
 import argparse
+import datetime
 import hashlib
 import json
 import math
@@ -24,7 +25,7 @@ from tinymask.transformer import masks
 # flags that choose which runs are made, or where; a run is the same run whatever they say
 NOT_OF_THE_RUN = ("tasks", "dataset", "inits", "seeds", "first_seed", "out", "resume", "plot", "smoke", "device",
                   "data_dir", "download", "eval_only", "sample", "prompt", "temperature", "top_k", "data")
-_interrupted = []
+_interrupted, _ready = [], []  # Ctrl-C was pressed; there is something to save
 
 
 # -- flags ------------------------------------------------------------------------------------
@@ -121,7 +122,7 @@ def parse(flags, argv, presets, smoke):
     if args.smoke and args.out == flags.get_default("out"):
         args.out += "-smoke"  # apart from real results
     for name in {"tasks", "dataset", "inits"} & vars(args).keys():
-        setattr(args, name, list(dict.fromkeys(getattr(args, name))))  # named twice, run once
+        setattr(args, name, list(dict.fromkeys(getattr(args, name) or [])))  # named twice, run once
     return args
 
 
@@ -131,6 +132,8 @@ def pick_device(name):
         fail(f"--device {name}: wanted auto, cpu, cuda, cuda:N or mps")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if name == "mps" and not torch.backends.mps.is_available():
+        fail("--device mps: not on this machine")
     try:
         chosen = torch.device(name)
         torch.zeros(1, device=chosen)
@@ -141,16 +144,28 @@ def pick_device(name):
 
 def start_processes(name, batch_size):
     """(rank, processes, device). Under torchrun each process has its share of every batch."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    if world == 1:
+    if not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys() or os.environ["WORLD_SIZE"] == "1":
         return 0, 1, pick_device(name)
+    world = int(os.environ["WORLD_SIZE"])
     if batch_size % world:
         fail(f"--batch-size {batch_size} is not a multiple of {world} processes")
     cuda = pick_device(name).type == "cuda"
     device = pick_device(f"cuda:{os.environ['LOCAL_RANK']}" if cuda else "cpu")
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if cuda else "gloo")
+        patience = datetime.timedelta(hours=12)  # the others wait while the first decodes or downloads
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=patience)
     return dist.get_rank(), world, device
+
+
+def agree(loss):
+    """Under torchrun, after a step: the mean loss of all processes; Ctrl-C in one of them is one in all."""
+    if not dist.is_initialized():
+        return loss
+    both = torch.stack([loss.detach() / dist.get_world_size(), torch.full_like(loss.detach(), float(interrupted()))])
+    dist.all_reduce(both)
+    if both[1] > 0 and not interrupted():
+        _interrupted.append(True)
+    return both[0]
 
 
 def open_out(path):
@@ -162,10 +177,14 @@ def open_out(path):
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         if (folder / "results.jsonl").is_dir():
             raise ValueError("results.jsonl is a folder")
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"x")
+        for writable in (folder, folder / "checkpoints"):
+            with tempfile.TemporaryFile(dir=writable) as file:
+                file.write(b"x")
+        if os.path.lexists(folder / "results.jsonl"):
+            open(folder / "results.jsonl", "ab").close()
     except (OSError, ValueError) as error:
         fail(f"--out {path}: cannot write there ({getattr(error, 'strerror', None) or error})")
+    _ready.append(folder)
     return folder
 
 
@@ -187,7 +206,7 @@ def run_key(config, *names):
     """File name for one run: the names and a hash of the flags that make the run what it is."""
     of_the_run = {name: value for name, value in config.items() if name not in NOT_OF_THE_RUN}
     text = json.dumps(of_the_run, sort_keys=True)
-    return "-".join(map(str, names)) + "-" + hashlib.sha256(text.encode()).hexdigest()[:10]
+    return "-".join(str(name)[:60] for name in names) + "-" + hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
 def strict(value):
@@ -243,15 +262,18 @@ def append_line(path, line):
 def read_results(folder):
     """Result lines of folder/results.jsonl by `run_key`, the newest of each; broken lines are passed over."""
     results, path = {}, folder / "results.jsonl"
-    if path.exists():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                result = json.loads(line)
-                if not (result["complete"] and {"metrics", "curve", "diverged"} <= result.keys()):
-                    continue
-                results[run_key(result["config"], result["task"], result["init"], result["seed"])] = result
-            except (ValueError, KeyError, TypeError, AttributeError):
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    except OSError as error:
+        fail(f"{path}: {error.strerror or error}")
+    for line in lines:
+        try:
+            result = json.loads(line)
+            if not (result["complete"] and {"metrics", "curve", "diverged"} <= result.keys()):
                 continue
+            results[run_key(result["config"], result["task"], result["init"], result["seed"])] = result
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue
     return results
 
 
@@ -275,12 +297,20 @@ def load(path):
     return torch.load(path, weights_only=True, map_location="cpu")
 
 
-def restore(path, model):
-    """Load the weights of a finished run; leaves with one line if they are not there."""
+def restore(path, model, run=None, flag=""):
+    """Load the weights of a finished run; leaves with one line if they are not there.
+
+    run: what the checkpoint's own "run", if it has one, has to say (the init, the heads, ...). flag: what
+    named the file.
+    """
     try:
-        model.load_state_dict(load(path)["model"])
+        state = load(path)
+        for name, wanted in (run or {}).items():
+            if (found := state.get("run", {}).get(name, wanted)) != wanted:
+                raise ValueError(f"{name} is {found} there, {wanted} here")
+        model.load_state_dict(state["model"])
     except Exception as error:  # missing, zip, pickle and shape errors alike
-        fail(f"{path}: not a checkpoint of this run ({first_line(error)}); run it again without --resume")
+        fail(f"{flag} {path}: not a checkpoint of this run ({first_line(error).rstrip(':')})".strip())
 
 
 def start_and_end(path, model, inputs):
@@ -293,12 +323,19 @@ def start_and_end(path, model, inputs):
     return start, (attention_maps(model, inputs), [mask.detach().sigmoid() for mask in masks(model).values()])
 
 
-def checkpoint(path, model, optimizer, batches, step, curve, seconds):
-    """Save all that `resume` needs to go on bit for bit. After Ctrl-C it then leaves, with status 130."""
-    save(path, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "batches": batches.get_state(),
-                "step": step, "curve": curve, "seconds": seconds})
+def checkpoint(path, model, optimizer, batches, step, curve, seconds, rank=0):
+    """Save all that `resume` needs to go on bit for bit. After Ctrl-C it then leaves, with status 130.
+
+    Under torchrun all processes call it, and the first one saves.
+    """
+    if rank == 0:
+        save(path, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "batches": batches.get_state(),
+                    "step": step, "curve": curve, "seconds": seconds})
     if interrupted():
-        print(f"stopped at step {step}; --resume goes on from here", file=sys.stderr)
+        if dist.is_initialized():
+            dist.barrier()  # nobody leaves before it is saved
+        if rank == 0:
+            print(f"stopped at step {step}; --resume goes on from here", file=sys.stderr)
         raise SystemExit(130)
 
 
@@ -327,7 +364,7 @@ def cosine(step, steps, warmup=20):
 
 
 def interrupted():
-    """True once Ctrl-C was pressed: a loop then finishes its step, saves and leaves with status 130."""
+    """True once Ctrl-C was pressed in training: a loop then finishes its step, saves and leaves with status 130."""
     return bool(_interrupted)
 
 
@@ -335,10 +372,14 @@ def command(main):
     """Run a script's main as a process: Ctrl-C, a closed pipe and diverged runs become exit statuses."""
 
     def stop(signum, frame):
+        if not _ready:
+            raise KeyboardInterrupt
         _interrupted.append(signum)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C stops at once
 
     signal.signal(signal.SIGINT, stop)
+    if sys.stderr is None:  # `2>&-`: where bars and errors would go
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")
     if sys.stdout is not None:
         sys.stdout.reconfigure(errors="replace")  # a console that lacks a character of --out
     try:

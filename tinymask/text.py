@@ -15,6 +15,7 @@ import collections
 import io
 import re
 import zipfile
+import zlib
 from pathlib import Path
 
 import torch
@@ -76,10 +77,10 @@ def read(path, limit=None):
 def _decode(data, path, whole=True):
     """Bytes as UTF-8. A character that is cut off at the end is dropped unless the file is whole."""
     try:
-        return data.decode("utf-8-sig")
+        return data.decode().removeprefix("\ufeff")  # not utf-8-sig: its errors count from behind the mark
     except UnicodeDecodeError as error:
         if not whole and len(data) - error.start < 4 and error.reason == "unexpected end of data":
-            return data[: error.start].decode("utf-8-sig")
+            return data[: error.start].decode().removeprefix("\ufeff")
         raise ValueError(f"{path}: not UTF-8 at byte {error.start:,} ({error.reason})") from None
 
 
@@ -96,7 +97,7 @@ def load_wikitext(name, data_dir="data"):
     try:
         with zipfile.ZipFile(archive) as source:
             return tuple(_decode(source.read(f"{about['folder']}/{file}"), f"{archive}/{file}") for file in names)
-    except (zipfile.BadZipFile, KeyError, EOFError, OSError) as error:
+    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, OSError, RuntimeError) as error:
         raise ValueError(f"{archive}: not a whole archive ({error}); delete it, fetch it again") from None
 
 

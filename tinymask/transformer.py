@@ -203,6 +203,7 @@ def generate(model, ids, count, temperature=1.0, top_k=None, generator=None):
             if top_k is not None and top_k < logits.shape[-1]:
                 least = logits.topk(top_k, dim=-1).values[:, -1:]
                 logits = logits.masked_fill(logits < least, float("-inf"))
+            logits = logits.double() - logits.amax(dim=-1, keepdim=True)  # finite at any temperature
             share = (logits / temperature).softmax(dim=-1).cpu()
             token = torch.multinomial(share, 1, generator=generator).to(ids.device)
         ids = torch.cat([ids, token], dim=1)
