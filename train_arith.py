@@ -27,16 +27,16 @@ INITS = ["default", "svd", "opt", "mask", "mask-literal", *CONTROLS]
 READOUTS = {"token": "none", "mean": "mean", "flat": "flat"}  # as Encoder calls them
 PRESETS = {
     "small": dict(steps=400, batch_size=256, lr=1e-3, weight_decay=1e-3, dim=128, depth=3, heads=4, head_dim=32,
-                  mlp_dim=256, token_std=1.0, position_std=1.0, open=5.0, closed=-5.0, digits=3,
+                  mlp_dim=256, token_std=0.02, position_std=0.02, open=5.0, closed=-5.0, digits=3,
                   fraction=[0.001, 0.004], eval_size=10_000),
     # Table 8; 800 steps are 50 epochs of 4,000 pairs
     "paper": dict(steps=800, batch_size=256, lr=1e-3, weight_decay=1e-3, dim=256, depth=6, heads=4, head_dim=64,
-                  mlp_dim=256, token_std=1.0, position_std=1.0, open=5.0, closed=-5.0, digits=3, fraction=[0.004],
+                  mlp_dim=256, token_std=0.02, position_std=0.02, open=5.0, closed=-5.0, digits=3, fraction=[0.004],
                   eval_size=10_000),
 }
 OF_TASK = {  # where multiplication differs; 5,900 steps are 50 epochs of 30,000 pairs
-    "small": {"mul": dict(digits=2, fraction=[0.3], eval_size=5000)},
-    "paper": {"mul": dict(fraction=[0.03], steps=5900)},
+    "small": {"mul": dict(digits=2, fraction=[0.3], eval_size=5000, token_std=1.0)},
+    "paper": {"mul": dict(fraction=[0.03], steps=5900, token_std=1.0)},
 }
 SMOKE = dict(steps=10, dim=32, depth=3, head_dim=8, mlp_dim=32, eval_size=1000)
 EVALUATIONS, PROBE = 25, 2000  # points on a curve, at most; problems that it is measured on

@@ -239,6 +239,37 @@ def lm_rows():
     return rows
 
 
+def evidence_rows():
+    """The first table of the README: one row a claim, default, best query-key init, mask, the paper's three."""
+    def one(claim, name, key, metric, script, paper, scale=100, keys=("default", "svd", "mask"), unit=" %"):
+        groups = {}  # (task, fraction, init) -> scale of the positions -> lines
+        for r in lines_of(name):
+            if r["config"].get("readout") in (None, "token"):
+                of = groups.setdefault((r["task"], r["config"].get("fraction"), r["init"]), {})
+                of.setdefault(r["config"].get("position_std"), []).append(r)
+        cells = [max(groups[(*key, init)].values(), key=lambda these: these[0]["metrics"][metric])  # the better scale
+                 if (*key, init) in groups else [] for init in keys]
+        return row(claim, *(spread([r["metrics"][metric] for r in these], 2 if scale == 100 else 3, scale) + unit
+                            if these else "-" for these in cells), paper, str(len(cells[0])), f"`{script}`",
+                   f"{sum(r['seconds'] for these in cells for r in these) / 60:.0f}")
+
+    paper = {key: f"{100 * train_arith.PAPER['mul', key][0]:.2f}" for key in ("default", "svd", "opt", "mask")}
+    return [
+        one("Boolean: 2Parity, unseen part right", "gotu.jsonl", ("2parity", None), "acc_unseen",
+            "train_gotu.py", "75, 75, 100 of the whole cube"),
+        one("Boolean: Majority, unseen part right", "gotu.jsonl", ("majority", None), "acc_unseen",
+            "train_gotu.py", "87.4, 87.4, 100 of the whole cube"),
+        one("addition from 500 pairs, answers right", "arith.jsonl", ("add", 0.0005), "exact_match",
+            "train_arith.py", "-"),
+        one("multiplication from 3 %, answers right", "arith-paper.jsonl", ("mul", 0.03), "exact_match",
+            "train_arith.py --preset paper", ", ".join(paper[key] for key in ("default", "svd", "mask"))),
+        one("vision: neighbours decide, top-1", "vit.jsonl", ("builtin", None), "top1", "train_vit.py", "-"),
+        one("vision: halves decide, top-1", "vit.jsonl", ("builtin-global", None), "top1", "train_vit.py", "-"),
+        one("language: test bits a byte (mimetic for svd)", "lm.jsonl", ("builtin", None), "bits_per_byte",
+            "train_lm.py", "-", 1, ("default", "mimetic", "mask"), ""),
+    ]
+
+
 def mass_of_layers(these):
     """'start → end' of the layer that keeps least, a mean over seeds."""
     ends = [mean([min(r["metrics"][f"support_mass_{when}"]) for r in these]) for when in ("init", "final")]
@@ -293,11 +324,18 @@ def default_runs(script, name, seeds):
     return groups and all(sorted(of) == list(range(seeds)) for of in groups.values())
 
 
+def test_evidence_rows_stand_in_the_readme():
+    missing = [text for text in evidence_rows() if text not in README]
+    assert not missing, "\n".join(missing)
+
+
 @pytest.mark.arith
 def test_arith_rows_stand_in_the_readme():
-    missing = [text for text in arith_rows() if text not in README]
+    missing = [text for text in arith_rows() + arith_scale_rows() + arith_paper_rows() if text not in README]
     assert not missing, "\n".join(missing)
     assert default_runs(train_arith, "arith.jsonl", 3)
+    assert all(r["complete"] and not r["diverged"] for name in ("arith-scale.jsonl", "arith-paper.jsonl")
+               for r in lines_of(name))
 
 
 @pytest.mark.vit
@@ -387,4 +425,5 @@ if __name__ == "__main__":
     if sys.argv[1:]:
         draw_map(sys.argv[1])
     else:
-        print("\n".join(gotu_rows() + control_rows() + map_rows() + paper_rows() + arith_rows() + gotu_facts()))
+        print("\n".join(gotu_rows() + control_rows() + map_rows() + paper_rows() + arith_rows() + arith_scale_rows()
+                        + arith_paper_rows() + vit_rows() + lm_rows() + evidence_rows() + gotu_facts()))
