@@ -324,6 +324,16 @@ def default_runs(script, name, seeds):
     return groups and all(sorted(of) == list(range(seeds)) for of in groups.values())
 
 
+@pytest.mark.arith
+def test_the_pilots_of_the_product_s_mask():
+    at = {r["what"]: 100 * r["exact_match"] for r in lines_of("arith-pilots.jsonl")
+          if (r["token_std"], r["position_std"], r["step"]) == (1, 0.02, 1180)}
+    prose = " ".join(README.split())
+    assert f"{at['every cross-number pair']:.1f} % after 1,180 steps" in prose
+    assert f"{at['products, then all lower columns']:.1f} %, the present design" in prose
+    assert f"design at {at['products, then one, two and all columns down']:.1f} %" in prose
+
+
 def test_evidence_rows_stand_in_the_readme():
     missing = [text for text in evidence_rows() if text not in README]
     assert not missing, "\n".join(missing)
