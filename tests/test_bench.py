@@ -22,15 +22,17 @@ def test_a_step_trains_the_mask_and_nothing_differs_but_the_mask(monkeypatch):
 def test_table(capsys, monkeypatch):
     monkeypatch.setattr(bench, "SIZES", [(2, 5, 8, 2, 2, 4), (2, 9, 8, 2, 2, 4)])
     monkeypatch.setattr(bench, "memory", lambda size: [1.0, 2.0])
+    monkeypatch.setattr(bench, "LANGUAGE", [(2, 4)])
     bench.main(["--repeats", "2"])
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 5 and [line.split()[1] for line in lines[3:]] == ["5", "9"]
+    assert [line.split()[1] for line in lines[3:5]] == ["5", "9"]
+    assert len(lines) == 8 and lines[-1].split()[:2] == ["2", "4"]
 
 
 def test_ctrl_c_stops_it(monkeypatch):
     monkeypatch.setattr(runs, "interrupted", lambda: True)
     with pytest.raises(KeyboardInterrupt):
-        bench.overhead((2, 5, 8, 2, 2, 4), 2)
+        bench.overhead(lambda: None, lambda: None, 2)
 
 
 def test_memory_is_measured_in_processes_of_their_own():

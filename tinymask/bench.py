@@ -4,7 +4,7 @@ One training step (forward, backward, Adam) of a transformer with masks and of t
 one process, in turn, so that both meet the same machine. The overhead is the ratio of the two times minus
 one: the median over pairs of steps, and the quartiles. Memory is what the resident set of a new process
 grows by at most, over three steps. Sizes: the Boolean section's, and 64, 196 and 256 tokens at the width
-of ViT-Tiny. Shapes: B batch, N tokens.
+of ViT-Tiny. A second table has the tokens a second of the small language model, for growing blocks.
 """
 import argparse
 import multiprocessing
@@ -13,10 +13,11 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 
 import torch
+import torch.nn.functional as F
 from tqdm import tqdm
 
 from tinymask import runs
-from tinymask.transformer import Transformer, init_weights, parameter_groups
+from tinymask.transformer import GPT, Transformer, init_weights, parameter_groups
 
 SIZES = [  # batch, tokens, dim, depth, heads, head_dim
     (128, 15, 48, 2, 3, 16),
@@ -25,6 +26,7 @@ SIZES = [  # batch, tokens, dim, depth, heads, head_dim
     (16, 196, 192, 2, 3, 64),
     (16, 256, 192, 2, 3, 64),
 ]
+LANGUAGE = [(16, 64), (8, 128), (4, 256), (2, 512), (1, 1024)]  # batch, block: 1,024 tokens each
 
 
 def training_step(size, masked):
@@ -41,6 +43,24 @@ def training_step(size, masked):
     def step():
         optimizer.zero_grad()
         model(x).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def language_step(batch, block, masked):
+    """The same for the small model of train_lm.py: bytes, width 96, 3 layers, 4 heads of 24."""
+    generator = runs.generator(0, "bench")
+    model = init_weights(GPT(256, block, 96, 3, 4, 24), generator)
+    if masked:
+        for layer in model.transformer.blocks:
+            layer.attention.set_mask(torch.randn(4, block, block, generator=generator))
+    optimizer = torch.optim.Adam(parameter_groups(model, 1e-4, 1e-4, 0.0))
+    ids = torch.randint(256, (batch, block), generator=generator)
+
+    def step():
+        optimizer.zero_grad()
+        F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
         optimizer.step()
 
     return step
@@ -72,9 +92,8 @@ def memory(size):
     return megabytes
 
 
-def overhead(size, repeats):
+def overhead(plain, masked, repeats):
     """Median time of a plain step in ms, then quartile, median and quartile of the overhead in percent."""
-    plain, masked = (training_step(size, kind) for kind in (False, True))
     for step in (plain, masked) * 3:  # warm up
         step()
     pairs = []
@@ -98,10 +117,16 @@ def main(argv=None):
     megabytes = [memory(size) for size in tqdm(SIZES, desc="memory", disable=None, leave=False)]
     rows = []
     for size, (plain, masked) in zip(tqdm(SIZES, desc="time", disable=None, leave=False), megabytes):
-        ms, low, middle, high = overhead(size, args.repeats)
+        ms, low, middle, high = overhead(*(training_step(size, masked) for masked in (False, True)), args.repeats)
         rows.append([*size[:2], f"{ms:.1f}", f"{middle:+.1f} %", f"{low:+.1f} to {high:+.1f} %",
                      runs.mean_std([plain], 0), runs.mean_std([masked], 0)])
     print(runs.table(header, rows))
+    rows = []
+    for batch, block in tqdm(LANGUAGE, desc="language", disable=None, leave=False):
+        ms, _, middle, _ = overhead(*(language_step(batch, block, masked) for masked in (False, True)), args.repeats)
+        plain = 1e3 * batch * block / ms
+        rows.append([batch, block, f"{plain:,.0f}", f"{plain / (1 + middle / 100):,.0f}"])
+    print(runs.table(["batch", "block", "plain tokens/s", "masked tokens/s"], rows))
     return []
 
 
