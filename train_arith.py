@@ -38,7 +38,7 @@ OF_TASK = {  # where multiplication differs; 5,900 steps are 50 epochs of 30,000
     "small": {"mul": dict(digits=2, fraction=[0.3], eval_size=5000, token_std=1.0)},
     "paper": {"mul": dict(fraction=[0.03], steps=5900, token_std=1.0)},
 }
-SMOKE = dict(steps=10, dim=32, depth=3, head_dim=8, mlp_dim=32, eval_size=1000)
+SMOKE = dict(steps=10, dim=32, depth=4, head_dim=8, mlp_dim=32, eval_size=1000)
 EVALUATIONS, PROBE = 25, 2000  # points on a curve, at most; problems that it is measured on
 PAPER_FRACTION = {"add": 0.004, "mul": 0.03}
 PAPER = {  # Table 2: whole answers, digits, loss

@@ -6,7 +6,7 @@
 
 All arms see the same images, batches and augmentation. Expected: where the class is decided by neighbouring
 patches, a mask that opens one neighbour a head learns faster than the same pattern in the query and key
-projections (impulse), and that faster than the default; where a far patch decides, it should not help.
+projections (svd), and that faster than the default; where the halves of an image decide, it is in the way.
 """
 import functools
 import itertools
