@@ -207,14 +207,9 @@ def test_a_long_file_is_cut_and_says_so(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="gloo under torchrun")
-def test_two_processes_give_the_losses_of_one(tmp_path, book):
+def test_two_processes_give_the_losses_of_one(book, one_and_two_processes):
     flags = [str(ROOT / "train_lm.py"), *TINY, "--data", book, "--inits", "mask", "--device", "cpu"]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    for name, before in (("one", []), ("two", torchrun)):
-        done = subprocess.run([sys.executable, *before, *flags, "--out", str(tmp_path / name)], capture_output=True,
-                              text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        assert done.returncode == 0, done.stderr
-    (one,), (two,) = lines(tmp_path / "one"), lines(tmp_path / "two")
+    (one,), (two,) = one_and_two_processes(flags)
     for a, b in zip(one["curve"], two["curve"], strict=True):
         assert a["train_loss"] == pytest.approx(b["train_loss"], abs=1e-5)
         assert a["nll"] == pytest.approx(b["nll"], abs=1e-4)

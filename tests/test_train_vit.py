@@ -1,7 +1,5 @@
 """train_vit.py end to end on tiny settings, files of the official layout, two processes, bad input."""
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -126,16 +124,11 @@ def test_eval_only_gives_the_recorded_scores(tmp_path, capsys):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="gloo under torchrun")
-def test_two_processes_give_the_losses_of_one(tmp_path):
+def test_two_processes_give_the_losses_of_one(tmp_path, one_and_two_processes):
     cifar(tmp_path / "data")
     flags = [str(ROOT / "train_vit.py"), *TINY, "--dataset", "cifar10", "--data-dir", str(tmp_path / "data"), "--inits",
              "mask", "--augment", "full", "--device", "cpu"]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    for name, before in (("one", []), ("two", torchrun)):
-        done = subprocess.run([sys.executable, *before, *flags, "--out", str(tmp_path / name)], capture_output=True,
-                              text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        assert done.returncode == 0, done.stderr
-    (one,), (two,) = lines(tmp_path / "one"), lines(tmp_path / "two")
+    (one,), (two,) = one_and_two_processes(flags)
     for a, b in zip(one["curve"], two["curve"], strict=True):
         assert a["train_loss"] == pytest.approx(b["train_loss"], abs=1e-5)
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-4)

@@ -35,32 +35,34 @@ def training_step(size, masked):
     batch, tokens, dim, depth, heads, head_dim = size
     model = init_weights(Transformer(dim, depth, heads, head_dim), generator)
     if masked:
-        for block in model.blocks:
-            block.attention.set_mask(torch.randn(tokens, tokens, generator=generator))
-    optimizer = torch.optim.Adam(parameter_groups(model, 1e-4, 1e-4, 0.0))
+        set_masks(model, (tokens, tokens), generator)
     x = torch.randn(batch, tokens, dim, generator=generator)
-
-    def step():
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-
-    return step
+    return step_of(model, lambda: model(x).square().mean())
 
 
 def language_step(batch, block, masked):
-    """The same for the small model of train_lm.py: bytes, width 96, 3 layers, 4 heads of 24."""
+    """The same for the small model of train_lm.py: bytes, width 96, 3 layers, 4 heads of 24, a mask for each head."""
     generator = runs.generator(0, "bench")
     model = init_weights(GPT(256, block, 96, 3, 4, 24), generator)
     if masked:
-        for layer in model.transformer.blocks:
-            layer.attention.set_mask(torch.randn(4, block, block, generator=generator))
-    optimizer = torch.optim.Adam(parameter_groups(model, 1e-4, 1e-4, 0.0))
+        set_masks(model.transformer, (4, block, block), generator)
     ids = torch.randint(256, (batch, block), generator=generator)
+    return step_of(model, lambda: F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()))
+
+
+def set_masks(transformer, shape, generator):
+    """A random mask of this shape in every layer."""
+    for block in transformer.blocks:
+        block.attention.set_mask(torch.randn(shape, generator=generator))
+
+
+def step_of(model, loss):
+    """A function that takes one Adam step down the loss, a function too."""
+    optimizer = torch.optim.Adam(parameter_groups(model, 1e-4, 1e-4, 0.0))
 
     def step():
         optimizer.zero_grad()
-        F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+        loss().backward()
         optimizer.step()
 
     return step

@@ -9,6 +9,8 @@ import shutil
 import sys
 from pathlib import Path
 
+from tinymask.runs import fail
+
 ROOT = Path(__file__).resolve().parent.parent
 EXERCISES = [  # (title, functions as module.name, what to think of, the command that grades)
     ("Attention with a mask", ["attention.masked_attention"],
@@ -69,8 +71,12 @@ def exercises_text():
 
 def make(target):
     """Write the handout into the folder `target`, which must not exist."""
-    shutil.copytree(ROOT, target, ignore=shutil.ignore_patterns(*LEFT_OUT, Path(target).name))
-    (target / "tests" / "test_readme.py").unlink()  # figures, not exercises; and the results are left out
+    def left_out(folder, names):  # target itself, too, if it is inside the checkout
+        patterns = shutil.ignore_patterns(*LEFT_OUT)(folder, names)
+        return patterns | {name for name in names if Path(folder, name).resolve() == target.resolve()}
+
+    shutil.copytree(ROOT, target, ignore=left_out)
+    (target / "tests" / "test_readme.py").unlink()  # figures, not exercises
     for number, (_, names, _, _) in enumerate(EXERCISES, 1):
         for module, name in (dotted.split(".") for dotted in names):
             path = target / "tinymask" / f"{module}.py"
@@ -79,17 +85,16 @@ def make(target):
 
 
 def main(argv):
+    """Make the handout that the command line names; bad input is one line and status 2."""
     if len(argv) != 1 or argv[0].startswith("-"):
-        sys.exit("usage: python -m tinymask.handout DIR")
+        fail("usage: python -m tinymask.handout DIR")
     target = Path(argv[0])
     if not (ROOT / "tests").is_dir():
-        print(f"python -m tinymask.handout: {ROOT} is not a checkout, there are no tests", file=sys.stderr)
-        sys.exit(2)
+        fail(f"{ROOT} is not a checkout, there are no tests")
     try:
         make(target)
     except OSError as error:
-        print(f"python -m tinymask.handout: {target}: {error.strerror or error}", file=sys.stderr)
-        sys.exit(2)
+        fail(f"{target}: {error.strerror or error}")
     print(f"{len(EXERCISES)} exercises in {target}: begin with {target / 'EXERCISES.md'}")
 
 
