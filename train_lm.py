@@ -26,7 +26,8 @@ from tinymask.persistence import attention_maps, attention_shift, mask_drift
 from tinymask.transformer import GPT, generate, init_weights, masks, parameter_counts, parameter_groups
 
 DATASETS = ["builtin", "wikitext2", "wikitext2-raw", "tinystories"]
-INITS = ["default", "mimetic", "mask", "mask-slopes", "alibi", "bias", "mask-zero", "mask-frozen"]
+CONTROLS = ["mask-zero", "mask-frozen", "mask-shuffled"]
+INITS = ["default", "mimetic", "mask", "mask-slopes", "alibi", "bias", *CONTROLS]
 PRESETS = {
     "small": dict(steps=600, batch_size=16, lr=3e-3, weight_decay=0.1, dim=96, depth=3, heads=4, head_dim=24, block=64,
                   dropout=0.0, position_std=0.02, token_std=0.02, tokeniser="byte", max_bytes=12_000_000),
@@ -140,7 +141,8 @@ def build(args, init, seed, vocabulary):
     from what it sets."""
     model = GPT(vocabulary, args.block, args.dim, args.depth, args.heads, args.head_dim, dropout=args.dropout)
     init_weights(model, runs.generator(seed, "weights"), args.token_std, args.position_std)
-    slopes = [10.0] * args.heads if init in ("mask", "mask-frozen") else mask_priors.geometric_slopes(args.heads)
+    steep = init in ("mask", "mask-frozen", "mask-shuffled")
+    slopes = [10.0] * args.heads if steep else mask_priors.geometric_slopes(args.heads)
     mask, draws = mask_priors.distance_mask(args.block, slopes), runs.generator(seed, init)
     for block in model.transformer.blocks:
         attention = block.attention
@@ -152,6 +154,8 @@ def build(args, init, seed, vocabulary):
             attention.set_mask(mask, learnable=False, squash=False)
         elif init == "bias":  # the logits of mask-slopes at the start
             attention.set_mask(F.logsigmoid(mask), squash=False)
+        elif init == "mask-shuffled":  # each token sees one past token, a random one in every layer and head
+            attention.set_mask(mask_priors.shuffled(mask, draws, causal=True))
         elif init.startswith("mask"):
             attention.set_mask(mask, learnable=init != "mask-frozen")
     return model

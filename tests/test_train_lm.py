@@ -95,6 +95,12 @@ def test_inits_share_weights():
         for init, state in states.items():
             if init != "mimetic" or not any(f".{part}." in name for part in ("query", "key", "value", "out")):
                 assert torch.equal(value, state[name]), (init, name)
+    for name in (name for name in states["mask"] if name.endswith(".mask")):
+        right, wrong = states["mask"][name], states["mask-shuffled"][name]
+        assert torch.equal(right.triu(1), wrong.triu(1)) and not torch.equal(right, wrong)
+        assert all(torch.equal(right[:, i, : i + 1].sort().values, wrong[:, i, : i + 1].sort().values)
+                   for i in range(right.shape[1]))
+
 
 
 def test_the_checkpoint_holds_the_tokeniser(tmp_path, book, capsys):
