@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from tinymask import arithmetic, mask_priors, pictures, qk_init, runs
-from tinymask.persistence import attention_maps, attention_shift, mask_drift, support_mass
-from tinymask.transformer import GPT, Encoder, init_weights, masks, parameter_counts, parameter_groups
+from tinymask.persistence import attention_maps, measures, snapshot, support_mass
+from tinymask.transformer import GPT, Encoder, init_weights, parameter_counts, parameter_groups
 
 TASKS = list(arithmetic.OPERATIONS)
 CONTROLS = ["mask-zero", "mask-frozen", "mask-shuffled", "bias", "svd-frozen", "opt-frozen"]
 INITS = ["default", "svd", "opt", "mask", "mask-literal", *CONTROLS]
-READOUTS = {"token": "none", "mean": "mean", "flat": "flat"}  # as Encoder calls them
+READOUTS = {"token": "none", "mean": "mean"}  # as Encoder calls them
 PRESETS = {
     "small": dict(steps=400, batch_size=256, lr=1e-3, weight_decay=1e-3, dim=128, depth=3, heads=4, head_dim=32,
                   mlp_dim=256, token_std=0.02, position_std=0.02, open=5.0, closed=-5.0, digits=3,
@@ -63,7 +63,7 @@ def parser():
     add("--mode", choices=["one-pass", "autoregressive"], default="one-pass",
         help="all digits of an answer at once, or one after the other (default: one-pass)")
     add("--readout", choices=list(READOUTS),
-        help="one-pass: a digit from each token, or all from mean or all tokens (default: token)")
+        help="one-pass: a digit from each token, or all from their mean (default: token)")
     add("--order", choices=["plain", "reversed"], help="autoregressive: of the answer's digits (default: plain)")
     add("--fraction", type=runs.real(above=0), nargs="+", metavar="F", help="of all pairs, shown in training")
     add("--digits", type=runs.whole(2, 3), help="digits of an operand")
@@ -263,8 +263,7 @@ def main(argv=None):
         model.to(device)
         inputs, answers, prompts, goals = (part.to(device) for part in (inputs, answers, prompts, goals))
         few, causal = inputs[:256], args.mode == "autoregressive"  # few: the inputs on which attention is looked at
-        first_maps = attention_maps(model, few)
-        first_masks = [mask.detach().cpu().clone() for mask in masks(model).values()]
+        before = snapshot(model, few)
 
         # optimiser: the mask is a group of its own, without weight decay
         optimizer = torch.optim.AdamW(parameter_groups(model, args.lr, args.mask_lr, args.weight_decay), lr=args.lr)
@@ -301,15 +300,10 @@ def main(argv=None):
         seconds = time.perf_counter() - start
 
         # evaluation
-        last_maps = attention_maps(model, few)
         metrics = scores(args, task, model, prompts, goals) | {
             "evaluated": len(goals), "fraction": fraction, "mode": args.mode, "readout": args.readout,
             "steps_to_75": first_step(curve, 0.75), "steps_to_99": first_step(curve, 0.99),
-            "support_mass_init": support_mass(first_maps, supports, causal),
-            "support_mass_final": support_mass(last_maps, supports, causal),
-            "attention_shift": attention_shift(first_maps, last_maps),
-            "mask_drift": mask_drift(first_masks, [mask.detach() for mask in masks(model).values()]),
-        }
+        } | measures(before, snapshot(model, few), supports, causal)
         runs.save(checkpoint, {"model": model.state_dict(), "step": step})
         results.append(runs.record(out, args, "arith", task, init, seed, metrics=metrics, curve=curve, steps=step,
                                    seconds=seconds, params=parameter_counts(model), device=device, diverged=diverged))

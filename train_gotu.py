@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from tinymask import boolean, mask_priors, pictures, qk_init, runs
-from tinymask.persistence import attention_maps, attention_shift, mask_drift, support_mass
-from tinymask.transformer import Encoder, init_weights, masks, parameter_counts, parameter_groups
+from tinymask.persistence import attention_maps, measures, snapshot, support_mass
+from tinymask.transformer import Encoder, init_weights, parameter_counts, parameter_groups
 
 TASKS = list(mask_priors.BOOLEAN)
 CONTROLS = ["mask-zero", "mask-frozen", "mask-hard", "mask-shuffled", "bias", "svd-frozen", "opt-frozen"]
@@ -137,18 +137,13 @@ def build(args, task, init, seed):
     return model, supports
 
 
-def evaluate(task, model, ids, target, seen, supports, probe, first_maps, first_masks):
-    """The metrics of a result line, on the whole cube."""
-    prediction, maps = predict(model, ids), attention_maps(model, ids[probe])
+def scores(task, model, ids, target, seen):
+    """The figures of the table, on the whole cube."""
+    prediction = predict(model, ids)
     metrics = squared_errors(prediction, target, seen)
     for part, where in (("all", slice(None)), ("seen", seen), ("unseen", ~seen)):
         metrics[f"acc_{part}"] = boolean.accuracy(task, prediction[where], target[where])
-    return metrics | {
-        "support_mass_init": support_mass(first_maps, supports),
-        "support_mass_final": support_mass(maps, supports),
-        "attention_shift": attention_shift(first_maps, maps),
-        "mask_drift": mask_drift(first_masks, [mask.detach() for mask in masks(model).values()]),
-    }
+    return metrics
 
 
 def print_table(args, results):
@@ -206,7 +201,7 @@ def main(argv=None):
         try:
             prior(args_of[task], task, init, 0)
         except ValueError as error:
-            runs.fail(f"{task} {init}: {error}")
+            runs.fail(f"--tasks {task} --inits {init}: {error}")
     device = runs.pick_device(common.device)
     out = runs.open_out(common.out)
     finished = runs.read_results(out) if common.resume else {}
@@ -231,8 +226,7 @@ def main(argv=None):
         # model and prior
         model, supports = build(args, task, init, seed)
         model.to(device)
-        first_maps = attention_maps(model, ids[few])
-        first_masks = [mask.detach().cpu().clone() for mask in masks(model).values()]
+        before = snapshot(model, ids[few])
 
         # optimiser: the mask is a group of its own, without weight decay unless asked for
         method = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[args.optimizer]
@@ -269,7 +263,7 @@ def main(argv=None):
         seconds = time.perf_counter() - start
 
         # evaluation: the whole cube
-        metrics = evaluate(task, model, ids, target, seen, supports, few, first_maps, first_masks)
+        metrics = scores(task, model, ids, target, seen) | measures(before, snapshot(model, ids[few]), supports)
         runs.save(checkpoint, {"model": model.state_dict(), "step": step})
         results.append(runs.record(out, args, "gotu", task, init, seed, metrics=metrics, curve=curve,
                                    steps=step, seconds=seconds, params=parameter_counts(model), device=device,

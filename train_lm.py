@@ -22,8 +22,8 @@ from tqdm import tqdm
 
 from tinymask import mask_priors, pictures, qk_init, runs, text
 from tinymask.fetch import fetch
-from tinymask.persistence import attention_maps, attention_shift, mask_drift
-from tinymask.transformer import GPT, generate, init_weights, masks, parameter_counts, parameter_groups
+from tinymask.persistence import measures, snapshot
+from tinymask.transformer import GPT, generate, init_weights, parameter_counts, parameter_groups
 
 DATASETS = ["builtin", "wikitext2", "wikitext2-raw", "tinystories"]
 CONTROLS = ["mask-zero", "mask-frozen", "mask-shuffled"]
@@ -271,8 +271,7 @@ def main(argv=None):
         # model and prior
         model = build(args, init, seed, text.vocabulary_size(tokeniser)).to(device)
         few = torch.cat([inputs for inputs, _ in itertools.islice(text.blocks(val, args.block), 1)]).to(device)
-        first_maps = attention_maps(model, few)
-        first_masks = [mask.detach().cpu().clone() for mask in masks(model).values()]
+        before = snapshot(model, few)
         parallel = model if world == 1 else torch.nn.parallel.DistributedDataParallel(model)
 
         # optimiser: the mask is a group of its own, without weight decay
@@ -313,10 +312,7 @@ def main(argv=None):
         # evaluation: both texts, whole
         validation = scores(model, val, val_bytes, args.block, device)
         metrics = scores(model, test, test_bytes, args.block, device) | {
-            f"val_{measure}": value for measure, value in validation.items()} | {
-            "attention_shift": attention_shift(first_maps, attention_maps(model, few)),
-            "mask_drift": mask_drift(first_masks, [mask.detach() for mask in masks(model).values()]),
-        }
+            f"val_{measure}": value for measure, value in validation.items()} | measures(before, snapshot(model, few))
         if "types" in tokeniser:
             metrics["unknown"] = (test == tokeniser["types"].index(text.UNKNOWN)).float().mean().item()
         if rank > 0:

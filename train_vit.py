@@ -21,8 +21,8 @@ from tqdm import tqdm
 
 from tinymask import images, mask_priors, pictures, qk_init, runs
 from tinymask.fetch import fetch
-from tinymask.persistence import attention_maps, attention_shift, mask_drift, support_mass
-from tinymask.transformer import ViT, init_weights, masks, parameter_counts, parameter_groups
+from tinymask.persistence import measures, snapshot
+from tinymask.transformer import ViT, init_weights, parameter_counts, parameter_groups
 
 DATASETS = ["builtin", "builtin-global", "cifar10", "cifar100", "imagenet100"]
 CLASSES = {"builtin": 10, "builtin-global": 10, "cifar10": 10, "cifar100": 100, "imagenet100": 100}
@@ -272,8 +272,7 @@ def main(argv=None):
         # model and prior
         model, supports = build(args, dataset, init, seed, to_input(args, x[:PROBE]))
         model.to(device)
-        first_maps = attention_maps(model, probe)
-        first_masks = [mask.detach().cpu().clone() for mask in masks(model).values()]
+        before = snapshot(model, probe)
         parallel = model if world == 1 else torch.nn.parallel.DistributedDataParallel(model)
 
         # optimiser: the mask is a group of its own, without weight decay
@@ -312,14 +311,9 @@ def main(argv=None):
         seconds = time.perf_counter() - start
 
         # evaluation
-        last_maps = attention_maps(model, probe)
         metrics = scores(args, model, test_x, test_labels, device) | {
             "top1_best": max((point["top1"] for point in curve), default=math.nan), "images": len(x),
-            "support_mass_init": support_mass(first_maps, supports),
-            "support_mass_final": support_mass(last_maps, supports),
-            "attention_shift": attention_shift(first_maps, last_maps),
-            "mask_drift": mask_drift(first_masks, [mask.detach() for mask in masks(model).values()]),
-        }
+        } | measures(before, snapshot(model, probe), supports)
         if dataset == "imagenet100":  # there are several sets of this name
             metrics["class_list"] = images.names_hash(images.class_names(Path(args.data_dir) / "imagenet100"))
         if rank > 0:

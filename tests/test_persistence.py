@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from tinymask import persistence
-from tinymask.persistence import attention_shift, mask_drift, support_mass
+from tinymask import Encoder, persistence
+from tinymask.persistence import attention_shift, mask_drift, measures, snapshot, support_mass
 
 pytestmark = pytest.mark.attention
 
@@ -46,3 +46,19 @@ def test_mask_drift_is_over_the_finite_entries():
     first = torch.tensor([[1.0, -math.inf], [2.0, 3.0]])
     assert mask_drift([first], [first + 0.25]) == pytest.approx(0.25)
     assert mask_drift([], []) is None
+
+
+def test_measures_of_a_model_whose_mask_was_moved():
+    """With W_Q = 0 the mask alone decides: half of the attention on a pair, then (almost) all of it."""
+    model = Encoder(2, 2, 1, 4, 1, 1)
+    attention, inputs = model.transformer.blocks[0].attention, torch.tensor([[0, 1]])
+    torch.nn.init.zeros_(attention.query.weight)
+    torch.nn.init.zeros_(attention.query.bias)
+    attention.set_mask(torch.zeros(2, 2))
+    before, support = snapshot(model, inputs), torch.eye(2).flip(0)
+    with torch.no_grad():
+        attention.mask += 20 * (2 * support - 1)
+    got = measures(before, snapshot(model, inputs), [support])
+    expected = {"support_mass_init": [0.5], "support_mass_final": [1.0], "attention_shift": 0.5, "mask_drift": 20.0}
+    assert got == {name: pytest.approx(value) for name, value in expected.items()}
+    assert set(measures(before, before)) == {"attention_shift", "mask_drift"}

@@ -92,7 +92,7 @@ def test_imperfect_counts_its_mistakes(seed):
     parity, majority = mask_priors.parity2_support(15, 1, 3)[0], mask_priors.majority3_support(15, 1, 3)[0]
     assert changed(parity, 1, 0) == (1, 0) and changed(parity, 2, 3) == (2, 3) and changed(majority, 0, 1) == (0, 1)
     assert changed(majority, 5, 0) == (5, 0) and changed(majority, 0, 0) == (0, 0)
-    with pytest.raises(ValueError, match="2 links to close, 3 asked for"):
+    with pytest.raises(ValueError, match="3 missing links, there is room for 2"):
         changed(parity, 3, 0)
     wrong = mask_priors.imperfect(parity, 0, 3, torch.Generator().manual_seed(seed)) - parity
     assert wrong[2:].abs().sum() == 0 and wrong.sum() == 3  # they start where the prior has links

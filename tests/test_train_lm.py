@@ -34,12 +34,8 @@ def lines(out):
 
 def test_result_lines(tmp_path, book, capsys):
     results = tiny(tmp_path, "--data", book, "--inits", *train_lm.INITS)
-    assert lines(tmp_path) == json.loads(json.dumps(results)) and len(results) == len(train_lm.INITS)
+    assert len(results) == len(train_lm.INITS)
     for result in results:
-        assert set(result) == {"script", "task", "init", "seed", "config", "metrics", "curve", "steps", "seconds",
-                               "peak_rss_mb", "params", "threads", "versions", "device", "diverged", "complete"}
-        names = {"perplexity", "nll", "bits_per_byte", "tokens_evaluated"}
-        assert names | {f"val_{name}" for name in names} <= set(result["metrics"])
         assert (result["params"]["mask"] == 0) == (result["init"] in ("default", "mimetic"))
     by_init = {r["init"]: r for r in results}
     assert by_init["alibi"]["metrics"]["mask_drift"] == by_init["mask-frozen"]["metrics"]["mask_drift"] == 0
@@ -65,20 +61,6 @@ def test_scores_are_those_of_one_block_after_the_other(tokens):
     assert got["bits_per_byte"] == pytest.approx(got["nll"] / 0.6931472 / 2) and model.training
 
 
-def test_resume_inside_a_run_equals_an_uninterrupted_one(tmp_path, book, monkeypatch):
-    flags = ["--data", book, "--inits", "mask", "--dropout", "0.3"]
-    whole = tiny(tmp_path / "whole", *flags)
-    calls = iter(range(100))
-    monkeypatch.setattr(runs, "interrupted", lambda: next(calls) >= 2)  # Ctrl-C during the third step
-    with pytest.raises(SystemExit) as stop:
-        tiny(tmp_path / "parts", *flags)
-    assert stop.value.code == 130
-    monkeypatch.undo()
-    parts = tiny(tmp_path / "parts", *flags, "--resume")
-    assert parts[0]["metrics"] == whole[0]["metrics"] and parts[0]["curve"] == whole[0]["curve"]
-    assert tiny(tmp_path / "parts", *flags, "--resume") == parts and len(lines(tmp_path / "parts")) == 1
-
-
 def test_another_text_is_another_run(tmp_path, book):
     flags = ["--data", book, "--inits", "default"]
     tiny(tmp_path, *flags)
@@ -102,7 +84,6 @@ def test_inits_share_weights():
                    for i in range(right.shape[1]))
 
 
-
 def test_the_checkpoint_holds_the_tokeniser(tmp_path, book, capsys):
     tiny(tmp_path, "--data", book, "--inits", "mask", "--tokeniser", "word", "--sample", "5", "--prompt", "the cat")
     (path,) = (tmp_path / "checkpoints").iterdir()
@@ -120,29 +101,6 @@ def test_wikitext_and_stories_from_their_files(tmp_path):
                    "default", "--tokeniser", "word")
     assert [r["task"] for r in results] == ["wikitext2", "tinystories"]
     assert results[0]["metrics"]["tokens_evaluated"] == 9 * (1 + 4 + 5) - 1
-
-
-def test_divergence_is_recorded(tmp_path, book):
-    (result,) = tiny(tmp_path, "--data", book, "--inits", "default", "--lr", "1e30")
-    assert result["diverged"]
-
-
-BAD = [
-    ["--dataset", "wikitext2"], ["--dataset", "tinystories"], ["--dataset", "ptb"], ["--data", "nosuch.txt"],
-    ["--data", "."], ["--bf16"], ["--tokeniser", "char"], ["--top-k", "0"], ["--temperature", "-1"], ["--block", "1"],
-    ["--dropout", "1"], ["--max-bytes", "1"], ["--sample", "-1"], ["--preset", "huge"],
-    ["--tokeniser", "word", "--prompt", "日本"], ["--tokeniser", "word", "--prompt", " "],
-]
-
-
-@pytest.mark.parametrize("flags", BAD, ids=" ".join)
-def test_bad_input_is_one_line_and_status_2(flags, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stop:
-        train_lm.main([*flags, "--device", "cpu"])
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and len(error.splitlines()) == 1 and flags[-2 if len(flags) > 2 else 0] in error
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("data", [b"", b"x", b"0123456789", b"caf\xe9" * 500, "ab".encode("utf-16") * 500,
@@ -184,16 +142,6 @@ def test_a_prompt_of_lines_does_not_end_its_line():
     tokeniser = text.make_tokeniser("lines", "the cat sat\non the mat\n")
     args = train_lm.settings(["--prompt", "the cat"], "wikitext2")
     assert text.decode(tokeniser, train_lm.encoded_prompt(args, tokeniser, None)) == "the cat"
-
-
-@pytest.mark.parametrize("flags, words", [
-    (["--data", "x", "--dataset", "builtin"], "not both"), (["--data", ""], "--data"),
-    (["--prompt", "\udcff"], "--prompt: not UTF-8 at byte 0")])
-def test_flags_that_cannot_be_meant(flags, words, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stop:
-        train_lm.main([*TINY, *flags])
-    assert stop.value.code == 2 and words in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 def test_plot(tmp_path, book):

@@ -316,10 +316,10 @@ def imperfect(support, missing, wrong, generator):
     links = others & (support.reshape(-1, tokens, tokens).amax(dim=0) > 0)
     openable = others & ~links & links.any(dim=-1, keepdim=True)
     changed = support.clone()
-    for value, count, pairs, kind in ((0, missing, links, "close"), (1, wrong, openable, "open")):
+    for value, count, pairs, kind in ((0, missing, links, "missing"), (1, wrong, openable, "wrong")):
         pairs = pairs.nonzero()  # (pairs, 2)
         if count > len(pairs):
-            raise ValueError(f"the prior has {len(pairs)} links to {kind}, {count} asked for")
+            raise ValueError(f"{count} {kind} links, there is room for {len(pairs)}")
         rows, columns = pairs[torch.randperm(len(pairs), generator=generator)[:count]].T
         changed[..., rows, columns] = value
     emptied = (changed.amax(dim=-1, keepdim=True) == 0) & (support.amax(dim=-1, keepdim=True) > 0)

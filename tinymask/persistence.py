@@ -16,6 +16,21 @@ def attention_maps(model, inputs):
     return maps
 
 
+def snapshot(model, inputs):
+    """What is compared before and after training: attention maps and mask logits, a list of each, one a layer."""
+    logits = [p.detach().cpu().clone() for name, p in model.named_parameters() if name.split(".")[-1] == "mask"]
+    return attention_maps(model, inputs), logits
+
+
+def measures(first, last, supports=None, causal=False):
+    """What a result line says of two snapshots; without supports, nothing about the attention on them."""
+    mass = {} if supports is None else {
+        "support_mass_init": support_mass(first[0], supports, causal),
+        "support_mass_final": support_mass(last[0], supports, causal),
+    }
+    return mass | {"attention_shift": attention_shift(first[0], last[0]), "mask_drift": mask_drift(first[1], last[1])}
+
+
 def support_mass(maps, supports, causal=False):
     """Attention on the support, for each layer: a mean over heads, inputs and the rows that have a prior.
 
@@ -43,5 +58,5 @@ def attention_shift(first, last):
 
 def mask_drift(first, last):
     """Mean absolute change of the finite mask logits M; None without masks. Lists of (N, N) or (H, N, N)."""
-    drift = [(b.cpu() - a)[a.isfinite()].abs().mean().item() for a, b in zip(first, last, strict=True)]
+    drift = [(b - a)[a.isfinite()].abs().mean().item() for a, b in zip(first, last, strict=True)]
     return sum(drift) / len(drift) if drift else None

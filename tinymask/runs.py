@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 
 from tinymask import __version__
-from tinymask.persistence import attention_maps
-from tinymask.transformer import masks
+from tinymask.persistence import snapshot
 
 # flags that choose which runs are made, or where; a run is the same run whatever they say
 NOT_OF_THE_RUN = ("tasks", "dataset", "inits", "seeds", "first_seed", "out", "resume", "plot", "smoke", "device",
@@ -318,9 +317,9 @@ def start_and_end(path, model, inputs):
 
     Two pairs (attention, openness): lists of (B, H, N, N) and of sigmoid(M), (N, N) or (H, N, N), one a layer.
     """
-    start = attention_maps(model, inputs), [mask.detach().sigmoid() for mask in masks(model).values()]
+    start = snapshot(model, inputs)
     restore(path, model)
-    return start, (attention_maps(model, inputs), [mask.detach().sigmoid() for mask in masks(model).values()])
+    return [(maps, [logits.sigmoid() for logits in masks]) for maps, masks in (start, snapshot(model, inputs))]
 
 
 def checkpoint(path, model, optimizer, batches, step, curve, seconds, rank=0):

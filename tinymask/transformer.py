@@ -76,22 +76,22 @@ class Encoder(nn.Module):
     """Bits or digits in, `outputs` numbers out: (B, N) token ids -> (B, outputs).
 
     pooling "mean" averages the tokens after the last norm; "cls" puts a learned token in front (the
-    sequence is then N + 1 long, and so is the mask) and reads that one; "flat" reads all tokens, one
-    after the other, as one vector of N * D; "none" reads each token, and the output is (B, N, outputs).
+    sequence is then N + 1 long, and so is the mask) and reads that one; "none" reads each token, and the
+    output is (B, N, outputs).
     Raises ValueError for another pooling.
     """
 
     def __init__(self, vocabulary, tokens, outputs, dim, depth, heads, head_dim=None, mlp_dim=None,
                  pooling="mean", bias=True):
         super().__init__()
-        if pooling not in ("mean", "cls", "flat", "none"):
-            raise ValueError(f"pooling is 'mean', 'cls', 'flat' or 'none', got {pooling!r}")
+        if pooling not in ("mean", "cls", "none"):
+            raise ValueError(f"pooling is 'mean', 'cls' or 'none', got {pooling!r}")
         self.pooling = pooling
         self.token = nn.Embedding(vocabulary, dim)
         self.position = nn.Parameter(torch.zeros(tokens, dim))
         self.cls = nn.Parameter(torch.zeros(1, dim)) if pooling == "cls" else None
         self.transformer = Transformer(dim, depth, heads, head_dim, mlp_dim, bias=bias)
-        self.head = nn.Linear(tokens * dim if pooling == "flat" else dim, outputs)
+        self.head = nn.Linear(dim, outputs)
 
     def embed(self, ids):
         """(B, N) ids -> (B, N or N + 1, D), what the first block reads."""
@@ -106,8 +106,6 @@ class Encoder(nn.Module):
             x = x.mean(dim=1)  # (B, D)
         elif self.pooling == "cls":
             x = x[:, 0]
-        elif self.pooling == "flat":
-            x = x.flatten(1)  # (B, N * D)
         output = self.head(x)
         return (output, attentions) if return_attention else output
 
