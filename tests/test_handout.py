@@ -27,12 +27,12 @@ def test_only_the_body_goes():
         handout.without_body(source, "h", 1)
 
 
-def test_every_exercise_has_a_docstring_with_an_example_or_a_formula():
+def test_every_exercise_has_a_worked_example():
     for _, names, _, tests in handout.EXERCISES:
         assert tests.split()[0].startswith("tests/")
         for module, name in (dotted.split(".") for dotted in names):
             tree = ast.parse((SOURCE / f"{module}.py").read_text(encoding="utf-8"))
-            assert ast.get_docstring(handout.function(tree, name)), name
+            assert ">>> " in ast.get_docstring(handout.function(tree, name)), name
 
 
 @pytest.mark.parametrize("argv", [[], ["-h"], ["a", "b"], [str(handout.ROOT / "tests")]], ids=len)

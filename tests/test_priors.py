@@ -165,6 +165,10 @@ def test_examples_in_the_docstrings():
     assert doctest.testmod(mask_priors).failed == 0
 
 
+def test_query_key_examples():
+    assert doctest.testmod(qk_init).failed == 0
+
+
 def test_addition_by_hand():
     """Tokens a1 a0 b1 b0: pairs in layer 1; in layer 2 the second head looks one digit lower."""
     first, second, third = mask_priors.addition_support(2, 3, 3)

@@ -6,8 +6,16 @@ M is a finite, learnable matrix of *mask logits*. log sigmoid(M) is at most 0, s
 interactions back: +10 leaves a pair of tokens alone (-0.00005), -10 costs it 10 nats, 0 costs 0.69.
 Softmax ignores a constant added to a row, so a row of M whose entries are all equal carries no prior.
 
-Shapes: B batch, N tokens, D width (`dim`), H heads, Dh width of a head (`head_dim`, the paper's d).
-Paper's symbols: W_Q, W_K, W_V are `query`, `key`, `value`; M is `mask`; p is `attention`.
+Here        the paper's
+B           -               batch
+N           N               tokens
+D           D               width, `dim`
+H           -               heads
+Dh          d               width of a head, `head_dim`
+x           X               what the layer reads, (B, N, D)
+query ...   X W_Q ...       projected and split into heads, (B, H, N, Dh); the layers of that name hold W_Q, W_K, W_V
+mask        M               mask logits, (N, N) or (H, N, N)
+attention   softmax(...)    weights, (B, H, N, N)
 """
 import math
 

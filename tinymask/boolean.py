@@ -6,6 +6,9 @@ functions agree with f on the seen part; transformers tend to pick the minimum-d
 
     f(x) = sum_S f^(S) chi_S(x),   chi_S(x) = product of x_i over i in S          (paper, section 3)
 
+The paper's symbols: its d is n, or `bits`; its domain Omega_seen is `seen`, a bool for each point; its f~ is what
+`minimum_degree_interpolator` gives.
+
 Points and Fourier coefficients share one index: number k of the cube has x_i = -1 where bit i of k
 is 1, and coefficient k belongs to the set S of the bits of k. Shapes: P = 2^n points, n bits.
 """
@@ -110,6 +113,10 @@ def minimum_degree_interpolator(values, seen):
     least degree profile (arXiv 2301.13105, definition 3): energy at degree n is made least, then at
     n - 1 among those that are left, and so on. The seen set constrains only a few bits; for every
     character of the other bits the problem is the same small one, so it is solved once, as a matrix.
+
+    >>> x, target, seen = load_task("2parity", bits=2)
+    >>> minimum_degree_interpolator(target, seen).round(decimals=4).tolist()   # x0 + x1 - 1, not x0 x1
+    [1.0, -1.0, -1.0, -3.0]
     """
     bits = values.numel().bit_length() - 1
     grid, marks = values.double().reshape([2] * bits), seen.reshape([2] * bits)  # axis a: bit n-1-a

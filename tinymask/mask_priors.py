@@ -11,7 +11,8 @@ at all, as the highest digit of a product does for its carry, it has no prior, a
 The designs follow the paper's principles (App. E): (1) open the interaction that the task is made of,
 (2) close the shortcut that fits the seen part only, (3) give heads different roles, (4) let layers
 compose. Shapes: N tokens, H heads; a support or mask is (N, N), shared by the heads, or (H, N, N), and
-a prior is a list with one of them for each layer.
+a prior is a list with one of them for each layer. The paper's symbols: M is what `to_mask` gives, x_i is
+token i, f the function that a task asks for; a support is what its Fig. 2 draws.
 """
 import itertools
 
@@ -35,6 +36,9 @@ def parity2_support(tokens, depth, heads):
     row to collect x0 and x1 and add them up, as the MDI x0 + x1 - 1 does. The other rows carry bits
     that do not matter: on themselves they stay constants of their own token, whereas a wholly closed
     row would attend to everything (see above), and the model then extrapolates wrongly.
+
+    >>> parity2_support(3, depth=1, heads=1)[0].tolist()
+    [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]
     """
     support = torch.eye(tokens)
     support[:2, :2] = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
@@ -47,6 +51,9 @@ def majority3_support(tokens, depth, heads):
     Opened (1): aggregation. The other rows average the three votes, and the sign of that sum is what
     their MLPs have to find. Closed (2): every pair among the votes, for the MDI is made of the products
     x0 x2 and x1 x2, which rows 0 to 2 could form if they saw each other.
+
+    >>> majority3_support(4, depth=1, heads=1)[0][2:].tolist()  # a vote, and a row that counts
+    [[0.0, 0.0, 1.0, 0.0], [1.0, 1.0, 1.0, 0.0]]
     """
     support = torch.zeros(tokens, tokens)
     support[:, :3] = 1
@@ -60,6 +67,9 @@ def cyclic3_support(tokens, depth, heads):
     Opened (1), by composition (4): layer 1 brings x_{i+1} to row i, layer 2 brings what row i + 1 has
     by then, x_{i+1} x_{i+2}. Closed (2): with two layers x0, x1 and x2 meet in row 0 alone, where the
     same product is formed as in all rows, for which it was learnt from points that show it in full.
+
+    >>> cyclic3_support(3, depth=1, heads=1)[0].tolist()
+    [[0.0, 1.0, 0.0], [0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
     """
     return [torch.eye(tokens).roll(1, dims=1)] * depth
 
@@ -71,6 +81,9 @@ def threesym_support(tokens, depth, heads):
     other tokens, and all tokens in later layers, look at themselves. Rows 0 to 2 still see all three bits,
     and with them the shortcut (on the seen part a product equals the third bit). Raises ValueError for
     fewer than 3 heads.
+
+    >>> threesym_support(3, depth=1, heads=3)[0][1].tolist()  # head 1: x1 and x2
+    [[1.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]
     """
     if heads < 3:
         raise ValueError(f"ThreeSym's prior needs 3 heads, one for each pair, got {heads}")
@@ -142,6 +155,10 @@ def addition_support(digits, depth, heads, reverse=False):
     second head looks at both digits of the next lower significance instead, where the carry comes from
     (3); over these layers it travels as far as it must (4). Closed (2): every other pair of digits.
     Raises ValueError for fewer than 2 heads or layers: nothing would carry.
+
+    >>> pairs, (same, lower) = addition_support(2, depth=2, heads=2)  # tokens a1 a0 b1 b0
+    >>> pairs[0].tolist(), lower[0].tolist()  # a1 looks at a1 and b1, then at a0 and b0
+    ([1.0, 0.0, 1.0, 0.0], [0.0, 1.0, 0.0, 1.0])
     """
     if heads < 2 or depth < 2:
         raise ValueError(f"the prior of a sum needs 2 heads and 2 layers, got {heads} and {depth}")
@@ -286,7 +303,11 @@ def distance_mask(tokens, slopes):
 
 
 def geometric_slopes(heads):
-    """ALiBi's slopes: 2^(-8/H), 2^(-16/H), ..., 2^-8 (arXiv 2108.12409)."""
+    """ALiBi's slopes: 2^(-8/H), 2^(-16/H), ..., 2^-8 (arXiv 2108.12409).
+
+    >>> geometric_slopes(2)
+    [0.0625, 0.00390625]
+    """
     return [2 ** (-8 * (head + 1) / heads) for head in range(heads)]
 
 

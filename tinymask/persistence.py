@@ -1,6 +1,6 @@
 """How much of a prior training leaves: the paper's claim, measured in every run. Needs only torch.
 
-Shapes: B batch, N tokens, H heads. Maps are a list with the attention of each layer, (B, H, N, N), as the
+Shapes: B batch, N tokens, H heads; mask logits are the paper's M, attention its softmax(...). Maps are a list with the attention of each layer, (B, H, N, N), as the
 models return it; a support, (N, N) or (H, N, N), is 1 where the prior lets row i look at column j.
 """
 import torch
@@ -52,11 +52,19 @@ def support_mass(maps, supports, causal=False):
 
 
 def attention_shift(first, last):
-    """Total variation between the attention of two models, half the L1 distance of two rows; a mean, in [0, 1]."""
+    """Total variation between the attention of two models, half the L1 distance of two rows; a mean, in [0, 1].
+
+    >>> attention_shift([torch.eye(2)[None, None]], [torch.full((1, 1, 2, 2), 0.5)])
+    0.5
+    """
     return sum((a - b).abs().sum(-1).mean().item() / 2 for a, b in zip(first, last, strict=True)) / len(first)
 
 
 def mask_drift(first, last):
-    """Mean absolute change of the finite mask logits M; None without masks. Lists of (N, N) or (H, N, N)."""
+    """Mean absolute change of the finite mask logits M; None without masks. Lists of (N, N) or (H, N, N).
+
+    >>> mask_drift([torch.zeros(2, 2)], [torch.tensor([[0.0, 1.0], [-1.0, 0.0]])])
+    0.5
+    """
     drift = [(b - a)[a.isfinite()].abs().mean().item() for a, b in zip(first, last, strict=True)]
     return sum(drift) / len(drift) if drift else None

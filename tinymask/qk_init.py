@@ -9,7 +9,8 @@ for it on position codes alone (svd: arXiv 2505.19985; opt: arXiv 2401.12511, 24
 reads is a sum of token and position, normalised, and further down the output of other layers. So both
 functions here take the inputs X that the layer really sees, on a batch of the task's own points.
 
-Shapes: B batch, N tokens, D width, H heads, Dh head width (the paper's d).
+Shapes: B batch, N tokens, D width, H heads, Dh head width. The paper's symbols: its W_Q and W_K, (D, d) for a
+head, are transposed slices of `attention.query.weight` and `attention.key.weight`, its d is Dh, its X is x.
 """
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,10 @@ def position_decoder(x):
 
     Being least squares, it is blind to the directions in which the content of a token varies, so
     scores built on it depend on position alone: x_i P S P^T x_j = S_ij, whatever the tokens are.
+
+    >>> x = torch.tensor([[[1.0, 0, 5], [0, 1, 5]], [[1, 0, 7], [0, 1, -7]]])  # position in columns 0, 1; content
+    >>> position_decoder(x)[2].abs().max() < 0.05  # the content's column is hardly read
+    tensor(True)
     """
     position = torch.eye(x.shape[1], dtype=torch.float64, device=x.device).repeat(len(x), 1)
     return torch.linalg.pinv(x.double().flatten(0, 1), rtol=1e-5) @ position  # (D, B*N) @ (B*N, N)
@@ -34,6 +39,12 @@ def svd(attention, x, support, gap=10.0):
         W_Q W_K^T = sqrt(d) P S P^T,   S = gap * support, its rows centred (softmax ignores the mean)
 
     The product is cut to rank Dh, so a pattern is met exactly only if Dh is at least the rank of S.
+
+    >>> from tinymask import MaskedAttention
+    >>> layer, x = MaskedAttention(dim=2, heads=1), torch.eye(2)[None]
+    >>> svd(layer, x, torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
+    >>> layer(x, return_attention=True)[1][0, 0].round(decimals=3).abs().tolist()
+    [[0.0, 1.0], [1.0, 0.0]]
     """
     heads, head_dim = attention.heads, attention.query.out_features // attention.heads
     decoder = position_decoder(x)  # (D, N)

@@ -9,7 +9,8 @@ carries their norms as a factor; what reaches m carries sigmoid(-m) <= 1, which 
 is open, while p_j is small where it is closed: the mask moves slowly at both ends.
 
 Everything here is written for one row, so that it can be read beside the paper, and every function is
-checked against autograd in the tests. Shapes: N keys, d head width; q (d,), k (N, d), m (N,), p (N,).
+checked against autograd in the tests. Symbols are the paper's. Shapes: N keys, d head width; q (d,), k (N, d),
+with k_j = k[j], m (N,), p (N,), logits z (N,); L is a loss, g = dL/dp (N,).
 """
 import torch
 import torch.nn.functional as F
@@ -25,18 +26,30 @@ def attention_row(q, k, m):
 
 
 def dp_dz(p):
-    """Softmax Jacobian p_i (delta_ij - p_j), (N,) -> (N, N)."""
+    """Softmax Jacobian p_i (delta_ij - p_j), (N,) -> (N, N).
+
+    >>> dp_dz(torch.tensor([0.5, 0.5])).tolist()
+    [[0.25, -0.25], [-0.25, 0.25]]
+    """
     return p.diag() - torch.outer(p, p)
 
 
 def dp_dq(q, k, m):
-    """Theorem 1, eq. 2: p_i (k_i - sum_l p_l k_l) / sqrt(d). Returns (N, d)."""
+    """Theorem 1, eq. 2: p_i (k_i - sum_l p_l k_l) / sqrt(d). Returns (N, d).
+
+    >>> dp_dq(torch.zeros(1), torch.tensor([[1.0], [-1.0]]), torch.zeros(2)).tolist()  # the mean key is 0
+    [[0.5], [-0.5]]
+    """
     p = attention_row(q, k, m)
     return p[:, None] * (k - p @ k) / k.shape[-1] ** 0.5
 
 
 def dp_dk(q, k, m):
-    """Theorem 1, eq. 3: p_i (delta_ij - p_j) q / sqrt(d). Returns (N, N, d): [i, j] is dp_i / dk_j."""
+    """Theorem 1, eq. 3: p_i (delta_ij - p_j) q / sqrt(d). Returns (N, N, d): [i, j] is dp_i / dk_j.
+
+    >>> dp_dk(torch.tensor([2.0]), torch.zeros(2, 1), torch.zeros(2))[0].tolist()  # 1/2 (1 - 1/2) 2, then its opposite
+    [[0.5], [-0.5]]
+    """
     p = attention_row(q, k, m)
     return dp_dz(p)[:, :, None] * q / k.shape[-1] ** 0.5
 
@@ -56,6 +69,9 @@ def bounds(q, k, m):
     Returns (dq, dk, dm): |dp_i/dq| <= 2 p_i max|k| / sqrt(d), |dp_i/dk_j| <= p_i |q| / sqrt(d), and
     |dp_i/dm_j| <= p_i sigmoid(-m_j), itself at most p_i. The last one is what the claim rests on; the
     derivative is |delta_ij - p_j| times it, so it is reached only in a limit: p_j -> 0 for i = j, 1 else.
+
+    >>> [bound.tolist() for bound in bounds(torch.tensor([2.0]), torch.ones(2, 1), torch.zeros(2))]
+    [[1.0, 1.0], [1.0, 1.0], [[0.25, 0.25], [0.25, 0.25]]]
     """
     p, root = attention_row(q, k, m), k.shape[-1] ** 0.5
     return (
@@ -69,6 +85,9 @@ def dloss_dm(q, k, m, g):
     """Gradient of a loss on the mask, with g = dL/dp (N,): sigmoid(-m_j) p_j (g_j - sum_i p_i g_i).
 
     The bracket is at most max g - min g, so |dL/dm_j| <= sigmoid(-m_j) p_j (max g - min g). Returns (N,).
+
+    >>> dloss_dm(torch.zeros(1), torch.zeros(2, 1), torch.zeros(2), torch.tensor([1.0, 0.0])).tolist()
+    [0.125, -0.125]
     """
     p = attention_row(q, k, m)
     return torch.sigmoid(-m) * p * (g - p @ g)
