@@ -1,7 +1,7 @@
-"""The README's figures are those of results/*.jsonl, and its commands are the ones that CI runs.
+"""Every table of README.md and results/README.md is made from results/*.jsonl, and CI runs the commands that stand there.
 
-`PYTHONPATH=. python tests/test_readme.py` prints the rows, to be pasted after a new reference run; with the name
-of a file it draws the map of settings.
+`PYTHONPATH=. python tests/test_readme.py` writes the tables anew, after a new reference run; with the name of a file
+it draws the map of settings.
 """
 import json
 import re
@@ -20,7 +20,8 @@ from tinymask import pictures, runs
 pytestmark = pytest.mark.gotu
 ROOT = Path(__file__).parent.parent
 MAIN = ["default", "svd", "opt", "mask", "mask-only", "mask-literal"]  # controls have a table of their own
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", ROOT / "results" / "README.md"]
+README = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 
 
 def lines_of(name="gotu.jsonl"):
@@ -29,7 +30,7 @@ def lines_of(name="gotu.jsonl"):
 
 
 def spread(values, digits, scale=1.0):
-    if None in values:
+    if not values or None in values:
         return "-"
     values = [scale * value for value in values]
     if len(values) == 1:
@@ -154,7 +155,7 @@ def flags_of(result, script, names):
     usual = vars(script.settings(["--preset", config["preset"]], result["task"]))
     return " ".join(f"--{name.replace('_', '-')} {value:g}" if isinstance(value, float)
                     else f"--{name.replace('_', '-')} {value}"
-                    for name in names if (value := config.get(name, 1.0)) != usual[name])
+                    for name in names if (value := config.get(name, 1.0)) not in (None, usual[name]))
 
 
 def arith_groups(name):
@@ -203,9 +204,15 @@ def arith_paper_rows():
 
 
 def arith_control_rows():
-    """At 0.1 %: one row for each form and init."""
-    return [row(f"`{flags}`" if flags else "", f"`{init}`", *arith_cells(these))
-            for (_, _, flags, init), these in arith_groups("arith-controls.jsonl").items()]
+    """Controls at 0.1 %: one row an init."""
+    return [row(f"`{init}`", *arith_cells(these))
+            for (_, _, _, init), these in arith_groups("arith-controls.jsonl").items()]
+
+
+def arith_sequence_rows():
+    """Autoregressive models at 0.1 %: one row for each order and init."""
+    return [row(flags.split()[-1], f"`{init}`", *arith_cells(these))
+            for (_, _, flags, init), these in arith_groups("arith-sequence.jsonl").items()]
 
 
 def steps_to(these, defaults, name, better):
@@ -217,21 +224,21 @@ def steps_to(these, defaults, name, better):
     return spread(steps, 0)
 
 
-def vit_rows():
+def vit_rows(name="vit.jsonl"):
     """Vision, the built-in sets: one row for each set and init."""
-    rows, groups = [], by(lines_of("vit.jsonl"), "task", "init")
-    for (task, init), these in groups.items():
-        steps = steps_to(these, groups[task, "default"], "top1", lambda here, end: here >= end)
+    rows, defaults = [], by(lines_of("vit.jsonl"), "task", "init")
+    for (task, init), these in by(lines_of(name), "task", "init").items():
+        steps = steps_to(these, defaults[task, "default"], "top1", lambda here, end: here >= end)
         rows.append(row(task, f"`{init}`", percent(these, "top1"), percent(these, "top1_best"),
                         spread([r["metrics"]["loss"] for r in these], 3), steps, mass_of_layers(these)))
     return rows
 
 
-def lm_rows():
+def lm_rows(name="lm.jsonl"):
     """Language, the built-in text: one row an init."""
-    rows, groups = [], by(lines_of("lm.jsonl"), "init")
-    for (init,), these in groups.items():
-        steps = steps_to(these, groups["default",], "bits_per_byte", lambda here, end: here <= end)
+    rows, defaults = [], by(lines_of("lm.jsonl"), "init")["default",]
+    for (init,), these in by(lines_of(name), "init").items():
+        steps = steps_to(these, defaults, "bits_per_byte", lambda here, end: here <= end)
         cells = [spread([r["metrics"][name] for r in these], digits) for name, digits in (
             ("val_bits_per_byte", 3), ("bits_per_byte", 3), ("perplexity", 2))]
         drift = [r["metrics"]["mask_drift"] for r in these]
@@ -239,37 +246,87 @@ def lm_rows():
     return rows
 
 
-def evidence_rows():
-    """The first table of the README: one row a claim, default, best query-key init, mask, the paper's three."""
-    def one(claim, name, key, metric, script, paper, scale=100, keys=("default", "svd", "mask"), unit=" %"):
-        groups = {}  # (task, fraction, init) -> scale of the positions -> lines
-        for r in lines_of(name):
-            if r["config"].get("readout") in (None, "token"):
-                of = groups.setdefault((r["task"], r["config"].get("fraction"), r["init"]), {})
-                of.setdefault(r["config"].get("position_std"), []).append(r)
-        cells = [max(groups[(*key, init)].values(), key=lambda these: these[0]["metrics"][metric])  # the better scale
-                 if (*key, init) in groups else [] for init in keys]
-        return row(claim, *(spread([r["metrics"][metric] for r in these], 2 if scale == 100 else 3, scale) + unit
-                            if these else "-" for these in cells), paper, str(len(cells[0])), f"`{script}`",
-                   f"{sum(r['seconds'] for these in cells for r in these) / 60:.0f}")
+def headline(label, groups, metric, papers, command, digits=2, scale=100, unit=" %"):
+    """A row of the front page. groups: result lines of each column, none for "-"; papers: the paper's figures."""
+    cells = [(spread([r["metrics"][metric] for r in these], digits, scale) + unit if these else "-")
+             + (f" ({paper})" if paper else "") for these, paper in zip(groups, papers, strict=True)]
+    counts = sorted({len(these) for these in groups if these})
+    minutes = sum(r["seconds"] for these in groups for r in these) / 60
+    return row(label, *cells, " or ".join(map(str, counts)), f"`{command}`", f"{minutes:.0f}")
 
-    paper = ", ".join(f"{100 * train_arith.PAPER['mul', key][0]:.2f}" for key in ("default", "svd", "mask"))
-    return [
-        one("Boolean: 2Parity, unseen part right", "gotu.jsonl", ("2parity", None), "acc_unseen",
-            "train_gotu.py --seeds 10", "75, 75, 100 of the whole cube"),
-        one("Boolean: Majority, unseen part right", "gotu.jsonl", ("majority", None), "acc_unseen",
-            "train_gotu.py --seeds 10", "87.4, 87.4, 100 of the whole cube"),
-        one("addition from 500 pairs, answers right", "arith.jsonl", ("add", 0.0005), "exact_match",
-            "train_arith.py --tasks add --fraction 0.0005 --seeds 3", "-"),
-        one("multiplication from 3 %, answers right", "arith-paper.jsonl", ("mul", 0.03), "exact_match",
-            "train_arith.py --preset paper --tasks mul --bf16", paper),
-        one("vision: neighbours decide, top-1", "vit.jsonl", ("builtin", None), "top1", "train_vit.py --seeds 5",
-            "-"),
-        one("vision: halves decide, top-1", "vit.jsonl", ("builtin-global", None), "top1", "train_vit.py --seeds 5",
-            "-"),
-        one("language: test bits a byte (mimetic for svd)", "lm.jsonl", ("builtin", None), "bits_per_byte",
-            "train_lm.py --seeds 5", "-", 1, ("default", "mimetic", "mask"), ""),
-    ]
+
+def boolean_headlines():
+    groups, rows = by(lines_of(), "task", "init"), []
+    for task in train_gotu.TASKS:
+        index, metric, form = (1, "mse_all", dict(digits=4, scale=1, unit="")) if task == "threesym" else (
+            0, "acc_all", {})
+        papers = [train_gotu.PAPER[task, init][index] for init in MAIN[:4]]
+        papers = [f"{paper:g}" if index else f"{100 * paper:.2f}" for paper in papers]
+        rows.append(headline(task, [groups[task, init] for init in MAIN[:4]], metric, papers,
+                             f"train_gotu.py --tasks {task} --seeds 10", **form))
+    return rows
+
+
+def arith_headlines():
+    few, paper, sequence = (arith_groups(f"arith{name}.jsonl") for name in ("", "-paper", "-sequence"))
+    addition, rows = "train_arith.py --tasks add", []
+
+    def one(label, groups, key, command, papers=("",) * 4, other=None):
+        these = [groups.get((*key, init)) or groups.get((*(other or key), init), []) for init in MAIN[:4]]
+        rows.append(headline(label, these, "exact_match", papers, command))
+
+    of = {task: [f"{100 * train_arith.PAPER[task, init][0]:.2f}" for init in MAIN[:4]] for task in train_arith.TASKS}
+    whole = f"{addition} --preset paper --bf16"
+    one("addition, 0.4 %, the paper's model", paper, ("add", 0.004, ""), f"{whole} --seeds 3", of["add"])
+    one("the same, tokens at 1", paper, ("add", 0.004, "--token-std 1"), f"{whole} --token-std 1", of["add"])
+    one("the same, read from the mean", paper, ("add", 0.004, "--readout mean"), f"{whole} --readout mean --seeds 3")
+    one("addition, 0.05 %", few, ("add", 0.0005, ""), f"{addition} --fraction 0.0005 --seeds 3")
+    one("addition, 0.1 %", few, ("add", 0.001, ""), f"{addition} --fraction 0.001 --seeds 3")
+    one("addition, 0.1 %, digit after digit", sequence, ("add", 0.001, "--mode autoregressive --order plain"),
+        f"{addition} --mode autoregressive --fraction 0.001 --seeds 3")
+    one("the same, lowest digit first", sequence, ("add", 0.001, "--mode autoregressive --order reversed"),
+        f"{addition} --mode autoregressive --order reversed --fraction 0.001 --seeds 3")
+    one("multiplication, 3 %, the paper's model", paper, ("mul", 0.03, ""),
+        "train_arith.py --tasks mul --preset paper --bf16", of["mul"], other=("mul", 0.03, "--position-std 1"))
+    return rows
+
+
+def vit_headlines():
+    groups = by(lines_of("vit.jsonl"), "task", "init")
+    return [headline(task, [groups[task, init] for init in train_vit.INITS[:6]], "top1", [""] * 6,
+                     f"train_vit.py --dataset {task} --seeds 5") for task in ("builtin", "builtin-global")]
+
+
+def lm_headlines():
+    groups = by(lines_of("lm.jsonl"), "init")
+    return [headline("builtin", [groups[init,] for init in train_lm.INITS[:6]], "bits_per_byte", [""] * 6,
+                     "train_lm.py --seeds 5", 3, 1, "")]
+
+
+def control_headlines():
+    """One row an init, one column a section, seeds 0 to 2."""
+    def of(*names):
+        lines = [r for name in names for r in lines_of(name) if r["seed"] < 3]
+        return by([r for r in lines if r["config"].get("fraction") in (None, 0.001)], "task", "init")
+
+    gotu, arith, vit, lm = (of(f"{name}.jsonl", f"{name}-controls.jsonl") for name in ("gotu", "arith", "vit", "lm"))
+    columns = [(arith, "add", "exact_match"), (vit, "builtin", "top1"), (vit, "builtin-global", "top1")]
+    rows = []
+    for init in [*MAIN[:4], "mask-zero", "mask-frozen", "mask-shuffled", "bias", "svd-frozen", "opt-frozen"]:
+        cells = [", ".join(str(solved(gotu[task, init])) for task in ("2parity", "majority", "cyclic3"))]
+        cells += [percent(groups.get((task, init), []), metric) for groups, task, metric in columns]
+        cells.append(spread([r["metrics"]["bits_per_byte"] for r in lm.get(("builtin", init), [])], 3))
+        rows.append(row(f"`{init}`", *cells))
+    return rows
+
+
+def default_rows():
+    """The default commands, each run alone: training time on all cores, peak memory."""
+    rows = []
+    for (script,), these in by(lines_of("defaults.jsonl"), "script").items():
+        minutes, memory = sum(r["seconds"] for r in these) / 60, max(r["peak_rss_mb"] for r in these)
+        rows.append(row(f"`train_{script}.py`", str(len(these)), f"{minutes:.1f}", f"{memory:,.0f} MB", "not measured"))
+    return rows
 
 
 def mass_of_layers(these):
@@ -278,9 +335,9 @@ def mass_of_layers(these):
     return " → ".join(ends)
 
 
-def gotu_facts():
+def facts():
     """Figures in the README's prose, each as the text that must stand there."""
-    lines, default = lines_of(), lines_of("gotu-default.jsonl")
+    lines = lines_of()
     runs_of = by(lines, "task", "init")
     worst = {key: max(r["metrics"]["mse_all"] for r in these) for key, these in runs_of.items()}
     drift = {name: statistics.fmean(r["metrics"]["mask_drift"] for r in these) for name, these in (
@@ -302,15 +359,49 @@ def gotu_facts():
         f"{statistics.median(r['seconds'] for r in lines if r['steps'] == 800):.0f} seconds for 800 steps",
         f"{max(r['peak_rss_mb'] for r in lines):.0f} MB",
         f"by {drift['adam']:.3f} with Adam and by {drift['sgd']:.5f} with SGD",
-        f"{sum(r['seconds'] for r in default) / 60:.1f} minutes of training on two cores and "
-        f"{max(r['peak_rss_mb'] for r in default):.0f} MB",
+        f"{statistics.median(r['seconds'] for r in lines_of('vit.jsonl')):.0f} seconds a run, as above",
+        f"{statistics.median(r['seconds'] for r in lines_of('lm.jsonl')):.0f} seconds a run on one thread of",
     ]
 
 
-def test_gotu_rows_and_facts_stand_in_the_readme():
+TABLES = {  # how a table's header begins -> its rows
+    "| script | runs by default |": default_rows,
+    "| task | default | svd |": boolean_headlines,
+    "| task, share shown |": arith_headlines,
+    "| set | default |": vit_headlines,
+    "| text | default |": lm_headlines,
+    "| init | Boolean |": control_headlines,
+    "| task | init | paper: accuracy, mse |": gotu_rows,
+    "| init | 2parity |": control_rows,
+    "| change | 2parity": map_rows,
+    "| init, paper preset |": paper_rows,
+    "| tokens | positions |": arith_scale_rows,
+    "| task | shown | init |": arith_rows,
+    "| control | exact match |": arith_control_rows,
+    "| order | init |": arith_sequence_rows,
+    "| task | changed | init |": arith_paper_rows,
+    "| set | init | top-1, last |": vit_rows,
+    "| set | control |": lambda: vit_rows("vit-controls.jsonl"),
+    "| init | bits/byte: validation |": lm_rows,
+    "| control | bits/byte: validation |": lambda: lm_rows("lm-controls.jsonl"),
+}
+
+
+def table_at(text, header):
+    """(start, end) of the rows of the one table whose header begins so."""
+    (start,) = [match.end() for match in re.finditer(rf"^{re.escape(header)}.*\n\|[-|]*\n", text, re.MULTILINE)]
+    return start, start + re.match(r"(\|.*\n)*", text[start:]).end()
+
+
+@pytest.mark.parametrize("header", TABLES)
+def test_the_tables_are_those_of_the_result_lines(header):
+    start, end = table_at(README, header)
+    assert README[start:end].splitlines() == TABLES[header]()
+
+
+def test_facts_in_the_prose_are_those_of_the_result_lines():
     prose = " ".join(README.split())  # a fact may stand on two lines
-    missing = [text for text in gotu_rows() + control_rows() + map_rows() + paper_rows() if text not in README]
-    missing += [text for text in gotu_facts() if text not in prose]
+    missing = [text for text in facts() if text not in prose]
     assert not missing, "\n".join(missing)
 
 
@@ -336,37 +427,22 @@ def test_the_pilots_of_the_product_s_mask():
     assert f"design at {at['products, then one, two and all columns down']:.1f} %" in prose
 
 
-def test_evidence_rows_stand_in_the_readme():
-    missing = [text for text in evidence_rows() if text not in README]
-    assert not missing, "\n".join(missing)
+@pytest.mark.parametrize("script, name, seeds", [
+    pytest.param(train_arith, "arith.jsonl", 3, marks=pytest.mark.arith),
+    pytest.param(train_vit, "vit.jsonl", 5, marks=pytest.mark.vit),
+    pytest.param(train_lm, "lm.jsonl", 5, marks=pytest.mark.lm)])
+def test_reference_runs_are_whole_and_of_the_default_settings(script, name, seeds):
+    assert default_runs(script, name, seeds)
 
 
-@pytest.mark.arith
-def test_arith_rows_stand_in_the_readme():
-    missing = [text for text in arith_rows() + arith_scale_rows() + arith_paper_rows() if text not in README]
-    assert not missing, "\n".join(missing)
-    assert default_runs(train_arith, "arith.jsonl", 3)
-    assert all(r["complete"] and not r["diverged"] for name in ("arith-scale.jsonl", "arith-paper.jsonl")
-               for r in lines_of(name))
+@pytest.mark.parametrize("name", ["arith-scale", "arith-paper", "arith-controls", "arith-sequence", "vit-controls",
+                                  "lm-controls", "defaults"])
+def test_every_line_is_a_whole_run(name):
+    assert all(r["complete"] and not r["diverged"] for r in lines_of(f"{name}.jsonl"))
 
 
-@pytest.mark.vit
-def test_vit_rows_stand_in_the_readme():
-    missing = [text for text in vit_rows() if text not in README]
-    assert not missing, "\n".join(missing)
-    assert default_runs(train_vit, "vit.jsonl", 5)
-    seconds = statistics.median(r["seconds"] for r in lines_of("vit.jsonl"))
-    assert f"{seconds:.0f} seconds a run, as above" in README
-
-
-@pytest.mark.lm
-def test_lm_rows_stand_in_the_readme():
-    missing = [text for text in lm_rows() if text not in README]
-    assert not missing, "\n".join(missing)
-    assert default_runs(train_lm, "lm.jsonl", 5)
-    assert len({r["config"]["text"] for r in lines_of("lm.jsonl")}) == 1
-    seconds = statistics.median(r["seconds"] for r in lines_of("lm.jsonl"))
-    assert f"{seconds:.0f} seconds a run on one thread of" in README
+def test_the_text_of_the_language_runs_is_one():
+    assert len({r["config"]["text"] for name in ("lm", "lm-controls") for r in lines_of(f"{name}.jsonl")}) == 1
 
 
 def test_the_paper_preset_s_runs():
@@ -389,7 +465,7 @@ def test_the_map_and_the_controls_are_three_seeds_each():
 
 def test_quick_start_shows_lines_of_the_default_command(capsys):
     args = train_gotu.settings([], None)
-    train_gotu.print_table(args, lines_of("gotu-default.jsonl"))
+    train_gotu.print_table(args, [r for r in lines_of("defaults.jsonl") if r["script"] == "gotu"])
     printed = capsys.readouterr().out.splitlines()
     quoted = [line[4:] for line in README.splitlines() if line.startswith("    2parity ") or "unseen acc " in line]
     assert len(quoted) == 3 and all(line in printed for line in quoted)
@@ -433,9 +509,16 @@ def draw_map(path):
     pictures.dots(groups, ["default", "svd", "mask"], ["2parity", "majority"], path)
 
 
+def write_tables():
+    """Put the rows into the two pages."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for header, rows in TABLES.items():
+            if re.search(rf"^{re.escape(header)}", text, re.MULTILINE):
+                start, end = table_at(text, header)
+                text = text[:start] + "".join(line + "\n" for line in rows()) + text[end:]
+        page.write_text(text, encoding="utf-8")
+
+
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        draw_map(sys.argv[1])
-    else:
-        print("\n".join(gotu_rows() + control_rows() + map_rows() + paper_rows() + arith_rows() + arith_scale_rows()
-                        + arith_paper_rows() + vit_rows() + lm_rows() + evidence_rows() + gotu_facts()))
+    draw_map(sys.argv[1]) if sys.argv[1:] else write_tables()

@@ -36,11 +36,16 @@ def scripts(*cases):
             for script, *more in cases or [(script,) for script in TINY]]
 
 
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    """A function that runs a script on small data: the short run above, with more flags."""
+@pytest.fixture(autouse=True)
+def few_images(monkeypatch):
+    """The built-in sets of images, smaller."""
     make = images.builtin
     monkeypatch.setattr(images, "builtin", lambda relation: make(relation, train=100, test=70))
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A function that runs a script on small data: the short run above, with more flags."""
     book = tmp_path / "a book.txt"
     book.write_text("the cat sat on the mat. é 😀\n" * 40, encoding="utf-8")
 

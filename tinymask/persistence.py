@@ -1,7 +1,8 @@
 """How much of a prior training leaves: the paper's claim, measured in every run. Needs only torch.
 
-Shapes: B batch, N tokens, H heads; mask logits are the paper's M, attention its softmax(...). Maps are a list with the attention of each layer, (B, H, N, N), as the
-models return it; a support, (N, N) or (H, N, N), is 1 where the prior lets row i look at column j.
+Shapes: B batch, N tokens, H heads. Maps are a list with the attention of each layer, (B, H, N, N), as the models
+return it; a support, (N, N) or (H, N, N), is 1 where the prior lets row i look at column j. Mask logits are the
+paper's M, attention is its softmax(...).
 """
 import torch
 

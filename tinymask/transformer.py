@@ -13,9 +13,9 @@ Initialisation, all of it, by `init_weights` from one explicit generator (`tests
     | layer norm                         | scale 1, shift 0                                |
     | mask M                             | none here: a prior sets it (`mask_priors`)      |
 
-Shapes: B batch, N tokens, D width (`dim`), H heads, V vocabulary, S side of an image. The paper's symbols: its X is `x`,
-(B, N, D), its M a block's `attention.mask`, its d `head_dim`. Every model returns its output, and with return_attention
-also a list, one per layer, of attention weights (B, H, N, N).
+Shapes: B batch, N tokens, D width (`dim`), H heads, V vocabulary, S side of an image. The paper's symbols: its
+X is `x`, (B, N, D), its M a block's `attention.mask`, its d `head_dim`. Every model returns its output, and
+with return_attention also a list, one per layer, of attention weights (B, H, N, N).
 """
 import torch
 import torch.nn as nn
