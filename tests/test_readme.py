@@ -1,4 +1,4 @@
-"""Every table of README.md and results/README.md is made from results/*.jsonl, and CI runs the commands that stand there.
+"""Every table of the two README pages is made from results/*.jsonl, and CI runs the commands that stand there.
 
 `PYTHONPATH=. python tests/test_readme.py` writes the tables anew, after a new reference run; with the name of a file
 it draws the map of settings.
