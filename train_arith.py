@@ -66,6 +66,8 @@ def parser():
         help="one-pass: a digit from each token, or all from their mean (default: token)")
     add("--order", choices=["plain", "reversed"], help="autoregressive: of the answer's digits (default: plain)")
     add("--fraction", type=runs.real(above=0), nargs="+", metavar="F", help="of all pairs, shown in training")
+    add("--split", type=runs.whole(0), default=arithmetic.SPLIT_SEED, metavar="S",
+        help="which pairs are shown: a seed of its own (default: %(default)s)")
     add("--digits", type=runs.whole(2, 3), help="digits of an operand")
     add("--eval-size", type=size, metavar="N", help="evaluate on so many of the other pairs, at most, or: all")
     add("--head-dim", type=runs.whole(1, 2**16), help="width of a head")
@@ -102,7 +104,7 @@ def load_problems(args, task):
     An autoregressive model reads the answer too, so training inputs are whole sequences but the last
     token; evaluation inputs are cut from the same encoding, up to and with "=".
     """
-    train, rest = arithmetic.split(args.fraction, args.digits)
+    train, rest = arithmetic.split(args.fraction, args.digits, args.split)
     if args.eval_size != "all":
         rest = rest[-args.eval_size:]
     if args.mode == "one-pass":

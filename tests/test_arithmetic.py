@@ -56,6 +56,8 @@ def test_split_is_the_same_whatever_the_seed_and_nested():
     first, _ = arithmetic.split(0.002)
     torch.manual_seed(2)
     second, _ = arithmetic.split(0.004)
+    other, rest = arithmetic.split(0.002, seed=1)
+    assert not torch.equal(first, other) and not {*map(tuple, other.tolist())} & {*map(tuple, rest.tolist())}
     assert torch.equal(first, second[: len(first)])
 
 

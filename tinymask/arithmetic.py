@@ -6,7 +6,7 @@ digits (add) or 2 n (mul). Two encodings, each used for training and evaluation 
     one-pass         digits of a, then of b, go in; all digits of the answer come out of one forward pass
     autoregressive   a + b = answer as one sequence of tokens, answer plain or with its digits reversed
 
-Whether a problem is shown in training depends on the fraction alone, not on any seed. Shapes: P problems,
+Whether a problem is shown in training depends on the fraction and the split, not on a run's seed. Shapes: P problems,
 n digits an operand, A digits an answer. Digits run from the most significant one unless said otherwise. The
 paper has no symbols for these; its "train fraction" is `fraction`, its sequence accuracy the first sum of `grade`.
 """
@@ -19,7 +19,7 @@ OPERATIONS = {
 }
 PLUS, EQUALS = 10, 11  # token ids of the operator (whichever it is) and of "="; digits are their own ids
 VOCABULARY = 12
-SPLIT_SEED = 2608_00418  # of the split, the same in every run
+SPLIT_SEED = 2608_00418  # of the split: the same in every run, unless another one is asked for
 
 
 def to_digits(numbers, width):
@@ -56,7 +56,7 @@ def all_pairs(digits):
     return torch.stack([k // 10**digits, k % 10**digits], dim=1)
 
 
-def split(fraction, digits=3):
+def split(fraction, digits=3, seed=SPLIT_SEED):
     """A uniformly drawn part of all pairs for training, and all the rest: two tensors (P, 2), disjoint.
 
     The smaller of two fractions is a part of the larger. Raises ValueError if no pair would be left for
@@ -69,7 +69,7 @@ def split(fraction, digits=3):
     size = round(fraction * len(pairs))
     if not 0 < size < len(pairs):
         raise ValueError(f"fraction {fraction:g} of {len(pairs)} pairs is {size}; wanted some on either side")
-    order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(SPLIT_SEED))
+    order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed))
     return pairs[order[:size]], pairs[order[size:]]
 
 
