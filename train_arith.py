@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from tinymask import arithmetic, mask_priors, pictures, qk_init, runs
+from tinymask import arithmetic, mask_priors, pictures, qk_init, records, runs
 from tinymask.persistence import attention_maps, measures, snapshot, support_mass
 from tinymask.transformer import GPT, Encoder, init_weights, parameter_counts, parameter_groups
 
@@ -243,13 +243,13 @@ def main(argv=None):
             runs.fail(f"--heads, --depth, {task}: {error}")
     device = runs.pick_device(common.device)
     out = runs.open_out(common.out)
-    finished = runs.read_results(out) if common.resume else {}
+    finished = records.read_results(out) if common.resume else {}
     print(f"device {device}, {torch.get_num_threads()} threads, torch {torch.__version__}, results in {out}")
     results = []
 
     for (task, fraction), init, seed in itertools.product(args_of, common.inits, runs.seeds(common)):
         args = args_of[task, fraction]
-        key = runs.run_key(vars(args), task, init, seed)
+        key = records.run_key(vars(args), task, init, seed)
         if key in finished:
             results.append(finished[key])
             continue
@@ -271,7 +271,7 @@ def main(argv=None):
         optimizer = torch.optim.AdamW(parameter_groups(model, args.lr, args.mask_lr, args.weight_decay), lr=args.lr)
         batches = runs.generator(seed, "batches")
         checkpoint = out / "checkpoints" / f"{key}.pt"
-        step, curve, seconds = runs.resume(checkpoint, model, optimizer, batches) if args.resume else (0, [], 0.0)
+        step, curve, seconds = records.resume(checkpoint, model, optimizer, batches) if args.resume else (0, [], 0.0)
 
         # loop
         bar = tqdm(total=args.steps, initial=step, desc=name, disable=None, leave=False)
@@ -297,7 +297,8 @@ def main(argv=None):
                 line = "step {step}: exact {exact_match:.2%}, digits {digit_accuracy:.2%}, loss {loss:.3f}"
                 runs.report(bar, name, line.format(**curve[-1]))
             if not diverged and (runs.interrupted() or step % 500 == 0):  # long runs can be taken up again
-                runs.checkpoint(checkpoint, model, optimizer, batches, step, curve, time.perf_counter() - start)
+                seconds = time.perf_counter() - start
+                records.checkpoint(checkpoint, model, optimizer, batches, step, curve, seconds)
         bar.close()
         seconds = time.perf_counter() - start
 
@@ -306,8 +307,8 @@ def main(argv=None):
             "evaluated": len(goals), "fraction": fraction, "mode": args.mode, "readout": args.readout,
             "steps_to_75": first_step(curve, 0.75), "steps_to_99": first_step(curve, 0.99),
         } | measures(before, snapshot(model, few), supports, causal)
-        runs.save(checkpoint, {"model": model.state_dict(), "step": step})
-        results.append(runs.record(out, args, "arith", task, init, seed, metrics=metrics, curve=curve, steps=step,
+        records.save(checkpoint, {"model": model.state_dict(), "step": step})
+        results.append(records.record(out, args, "arith", task, init, seed, metrics=metrics, curve=curve, steps=step,
                                    seconds=seconds, params=parameter_counts(model), device=device, diverged=diverged))
         if diverged:
             print(f"{name}: diverged at step {step}")

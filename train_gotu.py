@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from tinymask import boolean, mask_priors, pictures, qk_init, runs
+from tinymask import boolean, mask_priors, pictures, qk_init, records, runs
 from tinymask.persistence import attention_maps, measures, snapshot, support_mass
 from tinymask.transformer import Encoder, init_weights, parameter_counts, parameter_groups
 
@@ -181,8 +181,8 @@ def plot(common, args_of, results, out, ids):
         attention, heads_open, rows = [], [], []
         for init in common.inits:
             model, _ = build(args, task, init, common.first_seed)
-            path = out / "checkpoints" / f"{runs.run_key(vars(args), task, init, common.first_seed)}.pt"
-            (first, openness), (last, _) = runs.start_and_end(path, model, ids)
+            path = out / "checkpoints" / f"{records.run_key(vars(args), task, init, common.first_seed)}.pt"
+            (first, openness), (last, _) = records.start_and_end(path, model, ids)
             attention += [maps.mean(dim=(0, 1)) for pair in zip(first, last) for maps in pair]
             if init.startswith("mask"):
                 rows += [f"{init}, layer {layer + 1}" for layer in range(args.depth)]
@@ -204,14 +204,14 @@ def main(argv=None):
             runs.fail(f"--tasks {task} --inits {init}: {error}")
     device = runs.pick_device(common.device)
     out = runs.open_out(common.out)
-    finished = runs.read_results(out) if common.resume else {}
+    finished = records.read_results(out) if common.resume else {}
     print(f"device {device}, {torch.get_num_threads()} threads, torch {torch.__version__}, results in {out}")
     probe = torch.randperm(2**common.bits, generator=runs.generator(0, "probe"))[:PROBE]
     few, results = probe[:256], []  # few: the inputs on which attention is looked at
 
     for task, init, seed in itertools.product(common.tasks, common.inits, runs.seeds(common)):
         args = args_of[task]
-        key = runs.run_key(vars(args), task, init, seed)
+        key = records.run_key(vars(args), task, init, seed)
         if key in finished:
             results.append(finished[key])
             continue
@@ -234,7 +234,7 @@ def main(argv=None):
         optimizer = method(groups, lr=args.lr)
         batches = runs.generator(seed, "batches")
         checkpoint = out / "checkpoints" / f"{key}.pt"
-        step, curve, seconds = runs.resume(checkpoint, model, optimizer, batches) if args.resume else (0, [], 0.0)
+        step, curve, seconds = records.resume(checkpoint, model, optimizer, batches) if args.resume else (0, [], 0.0)
 
         # loop
         bar = tqdm(total=args.steps, initial=step, desc=name, disable=None, leave=False)
@@ -258,14 +258,15 @@ def main(argv=None):
                 line = "step {step}: mse seen {mse_seen:.4f}, unseen {mse_unseen:.4f}".format(**curve[-1])
                 runs.report(bar, name, line)
             if not diverged and (runs.interrupted() or step % 500 == 0):  # long runs can be taken up again
-                runs.checkpoint(checkpoint, model, optimizer, batches, step, curve, time.perf_counter() - start)
+                seconds = time.perf_counter() - start
+                records.checkpoint(checkpoint, model, optimizer, batches, step, curve, seconds)
         bar.close()
         seconds = time.perf_counter() - start
 
         # evaluation: the whole cube
         metrics = scores(task, model, ids, target, seen) | measures(before, snapshot(model, ids[few]), supports)
-        runs.save(checkpoint, {"model": model.state_dict(), "step": step})
-        results.append(runs.record(out, args, "gotu", task, init, seed, metrics=metrics, curve=curve,
+        records.save(checkpoint, {"model": model.state_dict(), "step": step})
+        results.append(records.record(out, args, "gotu", task, init, seed, metrics=metrics, curve=curve,
                                    steps=step, seconds=seconds, params=parameter_counts(model), device=device,
                                    diverged=diverged))
         if diverged:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from tinymask import mask_priors, pictures, qk_init, runs, text
+from tinymask import mask_priors, pictures, qk_init, records, runs, text
 from tinymask.fetch import fetch
 from tinymask.persistence import measures, snapshot
 from tinymask.transformer import GPT, generate, init_weights, parameter_counts, parameter_groups
@@ -216,8 +216,8 @@ def plot(common, args_of, results, out, data):
         attention, openness, rows = [], [], []
         for init in common.inits:
             model = build(args, init, common.first_seed, text.vocabulary_size(tokeniser))
-            path = out / "checkpoints" / f"{runs.run_key(vars(args), name, init, common.first_seed)}.pt"
-            (first, first_open), (last, last_open) = runs.start_and_end(path, model, few)
+            path = out / "checkpoints" / f"{records.run_key(vars(args), name, init, common.first_seed)}.pt"
+            (first, first_open), (last, last_open) = records.start_and_end(path, model, few)
             attention += [maps.mean(dim=(0, 1)) for pair in zip(first, last) for maps in pair]
             if init.startswith("mask"):
                 rows += [f"{init}, head {head + 1}" for head in range(args.heads)]
@@ -247,7 +247,7 @@ def main(argv=None):
     if common.bf16 and device.type != "cuda":
         runs.fail(f"--bf16: only on CUDA, this is {device}")
     out = runs.open_out(common.out)
-    finished = runs.read_results(out) if common.resume else {}
+    finished = records.read_results(out) if common.resume else {}
     if rank == 0:
         print(f"device {device}, {world} process(es), {torch.get_num_threads()} threads, torch {torch.__version__}, "
               f"results in {out}")
@@ -259,7 +259,7 @@ def main(argv=None):
         args = args_of[task]
         # data
         tokeniser, ((train, _), (val, val_bytes), (test, test_bytes)) = data[task]
-        key = runs.run_key(vars(args), task, init, seed)
+        key = records.run_key(vars(args), task, init, seed)
         if key in finished:
             results.append(finished[key])
             continue
@@ -278,7 +278,7 @@ def main(argv=None):
         optimizer = torch.optim.AdamW(parameter_groups(model, args.lr, args.mask_lr, args.weight_decay), lr=args.lr)
         batches = runs.generator(seed, "batches")
         checkpoint = out / "checkpoints" / f"{key}.pt"
-        step, curve, seconds = runs.resume(checkpoint, model, optimizer, batches) if args.resume else (0, [], 0.0)
+        step, curve, seconds = records.resume(checkpoint, model, optimizer, batches) if args.resume else (0, [], 0.0)
 
         # loop
         bar = tqdm(total=args.steps, initial=step, desc=name, disable=None if rank == 0 else True, leave=False)
@@ -305,7 +305,8 @@ def main(argv=None):
                     bits = "" if val_bytes is None else f"{point['bits_per_byte']:.4f} bits/byte, "
                     runs.report(bar, name, f"step {step}: {bits}perplexity {point['perplexity']:.2f} on validation")
             if not diverged and (runs.interrupted() or step % 500 == 0):
-                runs.checkpoint(checkpoint, model, optimizer, batches, step, curve, time.perf_counter() - start, rank)
+                seconds = time.perf_counter() - start
+                records.checkpoint(checkpoint, model, optimizer, batches, step, curve, seconds, rank)
         bar.close()
         seconds = time.perf_counter() - start
 
@@ -318,8 +319,8 @@ def main(argv=None):
         if rank > 0:
             results.append({"task": task, "init": init, "metrics": metrics, "diverged": diverged})
             continue
-        runs.save(checkpoint, {"model": model.state_dict(), "step": step, "tokeniser": tokeniser})
-        results.append(runs.record(out, args, "lm", task, init, seed, metrics=metrics, curve=curve, steps=step,
+        records.save(checkpoint, {"model": model.state_dict(), "step": step, "tokeniser": tokeniser})
+        results.append(records.record(out, args, "lm", task, init, seed, metrics=metrics, curve=curve, steps=step,
                                    seconds=seconds, params=parameter_counts(model), device=device, diverged=diverged))
         if diverged:
             print(f"{name}: diverged at step {step}")

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from tinymask import images, mask_priors, pictures, qk_init, runs
+from tinymask import images, mask_priors, pictures, qk_init, records, runs
 from tinymask.fetch import fetch
 from tinymask.persistence import measures, snapshot
 from tinymask.transformer import ViT, init_weights, parameter_counts, parameter_groups
@@ -181,7 +181,7 @@ def describe(args, dataset, init):
 def evaluate_only(args, dataset, init, data, device):
     """Print the scores of the checkpoint --eval-only."""
     model, _ = build(args, dataset, init, args.first_seed, to_input(args, data[0][:PROBE]))
-    runs.restore(Path(args.eval_only), model, describe(args, dataset, init), "--eval-only")
+    records.restore(Path(args.eval_only), model, describe(args, dataset, init), "--eval-only")
     found = scores(args, model.to(device), *data[2:], device)
     print(f"{dataset} {init}: top-1 {found['top1']:.4f}, loss {found['loss']:.4f} on {len(data[3])} test images")
 
@@ -214,8 +214,8 @@ def plot(common, args_of, results, out, data):
         panels = {"attention": {}, "mask": {}}  # title of a row -> its panels
         for init in common.inits:
             model, _ = build(args, dataset, init, common.first_seed, to_input(args, data[dataset][0][:PROBE]))
-            key = runs.run_key(vars(args), dataset, init, common.first_seed)
-            first, last = runs.start_and_end(out / "checkpoints" / f"{key}.pt", model, probe)
+            key = records.run_key(vars(args), dataset, init, common.first_seed)
+            first, last = records.start_and_end(out / "checkpoints" / f"{key}.pt", model, probe)
             rows = {"attention": [[maps.mean(0) for maps in part[0]] for part in (first, last)],
                     "mask": [part[1] for part in (first, last)]}  # name -> start, end -> layer: (H, N, N)
             for name, layers in rows.items():
@@ -250,7 +250,7 @@ def main(argv=None):
         evaluate_only(args_of[dataset], dataset, common.inits[0], data[dataset], device)
         return []
     out = runs.open_out(common.out)
-    finished = runs.read_results(out) if common.resume else {}
+    finished = records.read_results(out) if common.resume else {}
     if rank == 0:
         print(f"device {device}, {world} process(es), {torch.get_num_threads()} threads, torch {torch.__version__}, "
               f"results in {out}")
@@ -260,7 +260,7 @@ def main(argv=None):
 
     for dataset, init, seed in itertools.product(common.dataset, common.inits, runs.seeds(common)):
         args = args_of[dataset]
-        key = runs.run_key(vars(args), dataset, init, seed)
+        key = records.run_key(vars(args), dataset, init, seed)
         if key in finished:
             results.append(finished[key])
             continue
@@ -279,7 +279,7 @@ def main(argv=None):
         optimizer = torch.optim.AdamW(parameter_groups(model, args.lr, args.mask_lr, args.weight_decay), lr=args.lr)
         batches = runs.generator(seed, "batches")  # draws batches and their augmentation
         checkpoint = out / "checkpoints" / f"{key}.pt"
-        step, curve, seconds = runs.resume(checkpoint, model, optimizer, batches) if args.resume else (0, [], 0.0)
+        step, curve, seconds = records.resume(checkpoint, model, optimizer, batches) if args.resume else (0, [], 0.0)
 
         # loop
         bar = tqdm(total=args.steps, initial=step, desc=name, disable=None if rank == 0 else True, leave=False)
@@ -306,7 +306,8 @@ def main(argv=None):
                 if rank == 0:
                     runs.report(bar, name, "step {step}: top-1 {top1:.4f}, loss {loss:.3f}".format(**curve[-1]))
             if not diverged and (runs.interrupted() or step % 500 == 0):
-                runs.checkpoint(checkpoint, model, optimizer, batches, step, curve, time.perf_counter() - start, rank)
+                seconds = time.perf_counter() - start
+                records.checkpoint(checkpoint, model, optimizer, batches, step, curve, seconds, rank)
         bar.close()
         seconds = time.perf_counter() - start
 
@@ -319,8 +320,8 @@ def main(argv=None):
         if rank > 0:
             results.append({"task": dataset, "init": init, "metrics": metrics, "diverged": diverged})
             continue
-        runs.save(checkpoint, {"model": model.state_dict(), "step": step, "run": describe(args, dataset, init)})
-        results.append(runs.record(out, args, "vit", dataset, init, seed, metrics=metrics, curve=curve, steps=step,
+        records.save(checkpoint, {"model": model.state_dict(), "step": step, "run": describe(args, dataset, init)})
+        results.append(records.record(out, args, "vit", dataset, init, seed, metrics=metrics, curve=curve, steps=step,
                                    seconds=seconds, params=parameter_counts(model), device=device, diverged=diverged))
         if diverged:
             print(f"{name}: diverged at step {step}")

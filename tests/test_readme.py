@@ -15,7 +15,7 @@ import train_arith
 import train_gotu
 import train_lm
 import train_vit
-from tinymask import pictures, runs
+from tinymask import pictures, records
 
 pytestmark = pytest.mark.gotu
 ROOT = Path(__file__).parent.parent
@@ -111,7 +111,7 @@ def changed(result):
     usual, config = vars(train_gotu.settings([], result["task"])), dict(result["config"])
     if config["mask_lr"] == config["lr"]:
         del config["mask_lr"]
-    names = [name for name in config if name not in runs.NOT_OF_THE_RUN and config[name] != usual[name]]
+    names = [name for name in config if name not in records.NOT_OF_THE_RUN and config[name] != usual[name]]
     return " ".join(f"--{name.replace('_', '-')} {config[name]:g}" if isinstance(config[name], float)
                     else f"--{name.replace('_', '-')} {config[name]}" for name in names)
 
@@ -410,7 +410,7 @@ def default_runs(script, name, seeds):
     groups = {}
     for r in lines_of(name):
         usual = vars(script.settings([], r["task"])) | {"fraction": r["config"].get("fraction")}
-        names = [n for n in r["config"] if n not in (*runs.NOT_OF_THE_RUN, "text")]
+        names = [n for n in r["config"] if n not in (*records.NOT_OF_THE_RUN, "text")]
         assert {n: r["config"][n] for n in names} == {n: usual[n] for n in names}
         assert r["complete"] and not r["diverged"] and r["steps"] == r["config"]["steps"]
         groups.setdefault((r["task"], r["config"].get("fraction"), r["init"]), []).append(r["seed"])
@@ -481,7 +481,7 @@ def test_reference_runs_are_ten_seeds_of_the_default_settings():
         assert all(config[name] == defaults[name] for name in train_gotu.PRESETS["small"])
         assert result["complete"] and not result["diverged"] and result["steps"] == defaults["steps"]
         assert result["script"] == "gotu" and 0 <= result["seed"] < 10 and result["init"] in MAIN
-        assert runs.run_key(result["config"], "x")  # the config is whole
+        assert records.run_key(result["config"], "x")  # the config is whole
 
 
 def test_the_cost_of_a_mask_in_the_readme_is_the_committed_measurement():

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from tinymask import Encoder, runs
+from tinymask import Encoder, records, runs
 from tinymask.transformer import parameter_groups
 
 pytestmark = pytest.mark.gotu
@@ -58,14 +58,14 @@ def test_cosine():
 
 
 def test_strict_json_has_null_for_nan():
-    text = json.dumps(runs.strict({"a": [math.nan, 1.0], "b": (math.inf,)}), allow_nan=False)
+    text = json.dumps(records.strict({"a": [math.nan, 1.0], "b": (math.inf,)}), allow_nan=False)
     assert json.loads(text) == {"a": [None, 1.0], "b": [None]}
 
 
 def test_key_depends_on_the_flags_of_the_run_only():
     base = {"lr": 1e-3, "batch_size": 128, "seeds": 1, "out": "a"}
-    assert runs.run_key(base, "t") == runs.run_key(base | {"seeds": 9, "out": "b"}, "t")
-    assert runs.run_key(base, "t") != runs.run_key(base | {"batch_size": 64}, "t")
+    assert records.run_key(base, "t") == records.run_key(base | {"seeds": 9, "out": "b"}, "t")
+    assert records.run_key(base, "t") != records.run_key(base | {"batch_size": 64}, "t")
 
 
 def line(seed):
@@ -75,16 +75,16 @@ def line(seed):
 
 def test_results_survive_a_write_that_was_cut_short(tmp_path):
     path = tmp_path / "results.jsonl"
-    runs.append_line(path, line(0))
+    records.append_line(path, line(0))
     with open(path, "a", encoding="utf-8") as file:
         file.write(line(1)[:20])  # as a kill in the middle of a write leaves it
-    runs.append_line(path, line(2))
-    assert [result["seed"] for result in runs.read_results(tmp_path).values()] == [0, 2]
+    records.append_line(path, line(2))
+    assert [result["seed"] for result in records.read_results(tmp_path).values()] == [0, 2]
 
 
 def test_full_disk_leaves_the_old_result_lines(tmp_path, monkeypatch, capsys):
     path = tmp_path / "results.jsonl"
-    runs.append_line(path, line(0))
+    records.append_line(path, line(0))
     old = path.read_bytes()
     real_open = open
 
@@ -106,14 +106,14 @@ def test_full_disk_leaves_the_old_result_lines(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr("builtins.open", Full)
     with pytest.raises(SystemExit) as stop:
-        runs.append_line(path, line(1))
+        records.append_line(path, line(1))
     monkeypatch.undo()
     assert stop.value.code == 1 and "disk full" in capsys.readouterr().err and path.read_bytes() == old
 
 
 def test_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     path = tmp_path / "deep" / "a.pt"
-    runs.save(path, {"step": 1})
+    records.save(path, {"step": 1})
 
     def broken(state, file):
         file.write(b"half")
@@ -121,8 +121,8 @@ def test_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch, "save", broken)
     with pytest.raises(SystemExit) as stop:
-        runs.save(path, {"step": 2})
-    assert stop.value.code == 1 and runs.load(path) == {"step": 1}
+        records.save(path, {"step": 2})
+    assert stop.value.code == 1 and records.load(path) == {"step": 1}
     assert [p.name for p in path.parent.iterdir()] == ["a.pt"]
 
 
@@ -131,7 +131,7 @@ def test_broken_checkpoint_is_one_line(content, tmp_path, capsys):
     path = tmp_path / "a.pt"
     path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
     with pytest.raises(SystemExit) as stop:
-        runs.resume(path, Encoder(2, 4, 1, 8, 1, 2), None, None)
+        records.resume(path, Encoder(2, 4, 1, 8, 1, 2), None, None)
     error = capsys.readouterr().err
     assert stop.value.code == 2 and len(error.splitlines()) == 1 and str(path) in error
 
@@ -140,8 +140,8 @@ def test_result_lines_that_are_not_whole_are_passed_over(tmp_path):
     for broken in (b"[]", b"null", b'{"config": {}}', line(1).replace("true", "false").encode(), b"\xff"):
         with open(tmp_path / "results.jsonl", "ab") as file:
             file.write(broken + b"\n")
-    runs.append_line(tmp_path / "results.jsonl", line(2))
-    assert [result["seed"] for result in runs.read_results(tmp_path).values()] == [2]
+    records.append_line(tmp_path / "results.jsonl", line(2))
+    assert [result["seed"] for result in records.read_results(tmp_path).values()] == [2]
 
 
 def test_auto_device_and_missing_devices(capsys):
@@ -199,4 +199,4 @@ def test_results_that_cannot_be_written_are_said_before_training(tmp_path, capsy
 
 
 def test_long_names_make_a_file_name():
-    assert len(runs.run_key({"lr": 1}, "x" * 250, "mask", 0)) < 100
+    assert len(records.run_key({"lr": 1}, "x" * 250, "mask", 0)) < 100

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import train_arith
-from tinymask import arithmetic, runs
+from tinymask import arithmetic, records
 from tinymask.persistence import attention_maps
 
 pytestmark = pytest.mark.arith
@@ -154,7 +154,7 @@ def test_what_is_frozen_stays_to_the_last_bit(init, frozen, tmp_path):
     args = train_arith.settings([*TINY, "--lr", "0.1"], "add")
     args.fraction = 0.01
     start = train_arith.build(args, "add", init, 0, train_arith.load_problems(args, "add")[0][0])[0].state_dict()
-    for name, value in runs.load(path)["model"].items():
+    for name, value in records.load(path)["model"].items():
         assert torch.equal(value, start[name]) == any(f".{part}" in name for part in frozen), name
     assert result["params"]["trainable"] < result["params"]["total"]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import train_gotu
-from tinymask import boolean, runs
+from tinymask import boolean, records, runs
 
 pytestmark = pytest.mark.gotu
 ROOT = Path(__file__).parent.parent
@@ -231,7 +231,7 @@ def test_frozen_query_key_priors_do_not_move(tmp_path):
         for steps in ("2", "8"):
             tiny(tmp_path / steps, "--tasks", "2parity", "--inits", init, "--lr", "0.1", "--steps", steps)
             (checkpoint,) = (tmp_path / steps / "checkpoints").glob(f"2parity-{init}-*")
-            states.append(runs.load(checkpoint)["model"])
+            states.append(records.load(checkpoint)["model"])
         same = {name for name in states[0] if torch.equal(states[0][name], states[1][name])}
         assert same == {name for name in states[0] if "query" in name or "key" in name}
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import train_lm
-from tinymask import runs, text
+from tinymask import records, text
 
 pytestmark = pytest.mark.lm
 ROOT = Path(__file__).parent.parent
@@ -87,7 +87,7 @@ def test_inits_share_weights():
 def test_the_checkpoint_holds_the_tokeniser(tmp_path, book, capsys):
     tiny(tmp_path, "--data", book, "--inits", "mask", "--tokeniser", "word", "--sample", "5", "--prompt", "the cat")
     (path,) = (tmp_path / "checkpoints").iterdir()
-    tokeniser = runs.load(path)["tokeniser"]
+    tokeniser = records.load(path)["tokeniser"]
     assert text.decode(tokeniser, text.encode(tokeniser, "the mat")) == "the mat"
     assert any(line.startswith("the cat ") for line in capsys.readouterr().out.splitlines())
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from tinymask import runs
+from tinymask import records, runs
 from tinymask.transformer import GPT, Transformer, init_weights, parameter_groups
 
 SIZES = [  # batch, tokens, dim, depth, heads, head_dim
@@ -78,11 +78,11 @@ def seconds(step):
 def peak_mb(size, masked):
     """Growth of the peak resident set over three steps, in MB; for a process of its own. None on Windows."""
     training_step((1, 2, 4, 1, 1, 4), masked)()  # what the libraries load at the first step
-    before = runs.machine("cpu")["peak_rss_mb"]
+    before = records.machine("cpu")["peak_rss_mb"]
     step = training_step(size, masked)
     for _ in range(3):
         step()
-    return before and runs.machine("cpu")["peak_rss_mb"] - before
+    return before and records.machine("cpu")["peak_rss_mb"] - before
 
 
 def memory(size):

@@ -1,11 +1,10 @@
-"""What the scripts share and nobody comes to read: flags, device, result lines, checkpoints, tables.
+"""What the scripts share and nobody comes to read: flags, devices, seeds, exit statuses, tables.
 
 Functions only, and none of them takes a loop body: the training loops stand in the scripts.
 """
 import argparse
 import datetime
 import hashlib
-import json
 import math
 import os
 import signal
@@ -14,16 +13,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-import numpy
 import torch
 import torch.distributed as dist
 
-from tinymask import __version__
-from tinymask.persistence import snapshot
-
-# flags that choose which runs are made, or where; a run is the same run whatever they say
-NOT_OF_THE_RUN = ("tasks", "dataset", "inits", "seeds", "first_seed", "out", "resume", "plot", "smoke", "device",
-                  "data_dir", "download", "eval_only", "sample", "prompt", "temperature", "top_k", "data")
 _interrupted, _ready = [], []  # Ctrl-C was pressed; there is something to save
 
 
@@ -67,9 +59,7 @@ def real(low=-math.inf, above=-math.inf, high=1e30):
         if not (abs(value) <= high and value >= low and value > above):  # 1e30: inside float32
             limits = [f"at least {low:g}"] * (low > -math.inf) + [f"above {above:g}"] * (above > -math.inf)
             limits += [f"at most {high:g}"] * (high < 1e30)
-            raise argparse.ArgumentTypeError(
-                " ".join(["wanted a finite number", *limits]) + f", got {text!r}"
-            )
+            raise argparse.ArgumentTypeError(" ".join(["wanted a finite number", *limits]) + f", got {text!r}")
         return value
 
     return convert
@@ -187,9 +177,6 @@ def open_out(path):
     return folder
 
 
-# -- result lines and checkpoints -------------------------------------------------------------
-
-
 def seeds(args):
     """The seeds of --first-seed and --seeds, a range."""
     return range(args.first_seed, args.first_seed + args.seeds)
@@ -199,159 +186,6 @@ def generator(seed, purpose):
     """A CPU generator for one purpose ("weights", "batches", ...), so that no use of one moves another."""
     digest = hashlib.sha256(f"{purpose} {seed}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-
-
-def run_key(config, *names):
-    """File name for one run: the names and a hash of the flags that make the run what it is."""
-    of_the_run = {name: value for name, value in config.items() if name not in NOT_OF_THE_RUN}
-    text = json.dumps(of_the_run, sort_keys=True)
-    return "-".join(str(name)[:60] for name in names) + "-" + hashlib.sha256(text.encode()).hexdigest()[:10]
-
-
-def strict(value):
-    """The same with every NaN and infinity as None, for JSON has none of them."""
-    if isinstance(value, dict):
-        return {key: strict(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [strict(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def machine(device):
-    """The fields of a result line that tell what it was measured on."""
-    try:
-        import resource
-
-        unit = 2**20 if sys.platform == "darwin" else 2**10
-        peak = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit, 1)
-    except ImportError:  # Windows
-        peak = None
-    python = ".".join(map(str, sys.version_info[:3]))
-    versions = {"python": python, "torch": torch.__version__, "numpy": numpy.__version__, "tinymask": __version__}
-    return {"peak_rss_mb": peak, "threads": torch.get_num_threads(), "versions": versions, "device": str(device)}
-
-
-def record(folder, args, script, task, init, seed, *, device, **fields):
-    """Make the result line of a finished run and append it to folder/results.jsonl. Returns it."""
-    config = {name: value for name, value in vars(args).items() if name != "out"}
-    result = strict({"script": script, "task": task, "init": init, "seed": seed, "config": config, **fields,
-                     **machine(device), "complete": True})
-    append_line(folder / "results.jsonl", json.dumps(result, allow_nan=False))
-    return result
-
-
-def append_line(path, line):
-    """Append a line in one write; on a full disk the file is left as it was, and the exit status is 1."""
-    try:
-        with open(path, "a+b", buffering=0) as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - 1))
-            cut = size > 0 and file.read(1) != b"\n"  # an earlier write was cut short: start a new line
-            data = b"\n" * cut + line.encode() + b"\n"
-            try:
-                if file.write(data) != len(data):
-                    raise OSError("disk full")
-            except OSError:
-                os.ftruncate(file.fileno(), size)
-                raise
-    except OSError as error:
-        fail(f"{path}: {error.strerror or error}; this run was not recorded", status=1)
-
-
-def read_results(folder):
-    """Result lines of folder/results.jsonl by `run_key`, the newest of each; broken lines are passed over."""
-    results, path = {}, folder / "results.jsonl"
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    except OSError as error:
-        fail(f"{path}: {error.strerror or error}")
-    for line in lines:
-        try:
-            result = json.loads(line)
-            if not (result["complete"] and {"metrics", "curve", "diverged"} <= result.keys()):
-                continue
-            results[run_key(result["config"], result["task"], result["init"], result["seed"])] = result
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue
-    return results
-
-
-def save(path, state):
-    """torch.save through a temporary file, so that a crash or a full disk leaves the old file whole."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}.part")
-        try:
-            with open(part, "wb") as file:
-                torch.save(state, file)
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-        fail(f"{path}: could not be saved ({first_line(error)}); an older file there is intact", status=1)
-
-
-def load(path):
-    """A checkpoint, on the CPU; it holds only tensors, numbers, strings, lists and dicts."""
-    return torch.load(path, weights_only=True, map_location="cpu")
-
-
-def restore(path, model, run=None, flag=""):
-    """Load the weights of a finished run; leaves with one line if they are not there.
-
-    run: what the checkpoint's own "run", if it has one, has to say (the init, the heads, ...). flag: what
-    named the file.
-    """
-    try:
-        state = load(path)
-        for name, wanted in (run or {}).items():
-            if (found := state.get("run", {}).get(name, wanted)) != wanted:
-                raise ValueError(f"{name} is {found} there, {wanted} here")
-        model.load_state_dict(state["model"])
-    except Exception as error:  # missing, zip, pickle and shape errors alike
-        fail(f"{flag} {path}: not a checkpoint of this run ({first_line(error).rstrip(':')})".strip())
-
-
-def start_and_end(path, model, inputs):
-    """What a new model attends to, and the same with the weights of the finished run at `path`, for figures.
-
-    Two pairs (attention, openness): lists of (B, H, N, N) and of sigmoid(M), (N, N) or (H, N, N), one a layer.
-    """
-    start = snapshot(model, inputs)
-    restore(path, model)
-    return [(maps, [logits.sigmoid() for logits in masks]) for maps, masks in (start, snapshot(model, inputs))]
-
-
-def checkpoint(path, model, optimizer, batches, step, curve, seconds, rank=0):
-    """Save all that `resume` needs to go on bit for bit. After Ctrl-C it then leaves, with status 130.
-
-    Under torchrun all processes call it, and the first one saves.
-    """
-    if rank == 0:
-        save(path, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "batches": batches.get_state(),
-                    "step": step, "curve": curve, "seconds": seconds})
-    if interrupted():
-        if dist.is_initialized():
-            dist.barrier()  # nobody leaves before it is saved
-        if rank == 0:
-            print(f"stopped at step {step}; --resume goes on from here", file=sys.stderr)
-        raise SystemExit(130)
-
-
-def resume(path, model, optimizer, batches):
-    """Put a run back where its checkpoint left it. Returns (step, curve, seconds); zeros without a checkpoint."""
-    if not path.exists():
-        return 0, [], 0.0
-    try:
-        state = load(path)
-        if "model" in state and "optimizer" not in state:  # a finished run whose result line is gone
-            return 0, [], 0.0
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        batches.set_state(state["batches"])
-        return state["step"], state["curve"], state["seconds"]
-    except Exception as error:  # zip, pickle, I/O and shape errors alike
-        fail(f"{path}: not a checkpoint of this run ({first_line(error)}); delete it to start the run anew")
 
 
 # -- running and printing ---------------------------------------------------------------------
@@ -415,8 +249,6 @@ def table(header, rows):
     """Plain text columns, ASCII: the first left, the others right aligned."""
     cells = [[str(cell) for cell in row] for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells)]
-    lines = [
-        "  ".join([row[0].ljust(widths[0])] + [c.rjust(w) for c, w in zip(row[1:], widths[1:])]).rstrip()
-        for row in cells
-    ]
+    lines = ["  ".join([row[0].ljust(widths[0])] + [c.rjust(w) for c, w in zip(row[1:], widths[1:])]).rstrip()
+             for row in cells]
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
