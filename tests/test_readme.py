@@ -203,10 +203,9 @@ def arith_paper_rows():
     return rows
 
 
-def arith_control_rows():
-    """Controls at 0.1 %: one row an init."""
-    return [row(f"`{init}`", *arith_cells(these))
-            for (_, _, _, init), these in arith_groups("arith-controls.jsonl").items()]
+def arith_control_rows(name="arith-controls.jsonl"):
+    """Addition in one form: one row an init."""
+    return [row(f"`{init}`", *arith_cells(these)) for (_, _, _, init), these in arith_groups(name).items()]
 
 
 def arith_sequence_rows():
@@ -268,7 +267,8 @@ def boolean_headlines():
 
 
 def arith_headlines():
-    few, paper, sequence = (arith_groups(f"arith{name}.jsonl") for name in ("", "-paper", "-sequence"))
+    few, splits, paper, sequence = (arith_groups(f"arith{name}.jsonl")
+                                    for name in ("", "-splits", "-paper", "-sequence"))
     addition, rows = "train_arith.py --tasks add", []
 
     def one(label, groups, key, command, papers=("",) * 4, other=None):
@@ -281,6 +281,8 @@ def arith_headlines():
     one("the same, tokens at 1", paper, ("add", 0.004, "--token-std 1"), f"{whole} --token-std 1", of["add"])
     one("the same, read from the mean", paper, ("add", 0.004, "--readout mean"), f"{whole} --readout mean --seeds 3")
     one("addition, 0.05 %", few, ("add", 0.0005, ""), f"{addition} --fraction 0.0005 --seeds 3")
+    one("the same, other pairs", splits, ("add", 0.0005, ""),
+        f"{addition} --fraction 0.0005 --split 1 --first-seed 1")
     one("addition, 0.1 %", few, ("add", 0.001, ""), f"{addition} --fraction 0.001 --seeds 3")
     one("addition, 0.1 %, digit after digit", sequence, ("add", 0.001, "--mode autoregressive --order plain"),
         f"{addition} --mode autoregressive --fraction 0.001 --seeds 3")
@@ -377,6 +379,7 @@ TABLES = {  # how a table's header begins -> its rows
     "| init, paper preset |": paper_rows,
     "| tokens | positions |": arith_scale_rows,
     "| task | shown | init |": arith_rows,
+    "| init, other pairs | exact match |": lambda: arith_control_rows("arith-splits.jsonl"),
     "| control | exact match |": arith_control_rows,
     "| order | init |": arith_sequence_rows,
     "| task | changed | init |": arith_paper_rows,
@@ -435,8 +438,8 @@ def test_reference_runs_are_whole_and_of_the_default_settings(script, name, seed
     assert default_runs(script, name, seeds)
 
 
-@pytest.mark.parametrize("name", ["arith-scale", "arith-paper", "arith-controls", "arith-sequence", "vit-controls",
-                                  "lm-controls", "defaults"])
+@pytest.mark.parametrize("name", ["arith-scale", "arith-paper", "arith-controls", "arith-sequence", "arith-splits",
+                                  "vit-controls", "lm-controls", "defaults"])
 def test_every_line_is_a_whole_run(name):
     assert all(r["complete"] and not r["diverged"] for r in lines_of(f"{name}.jsonl"))
 
