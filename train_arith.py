@@ -39,6 +39,7 @@ OF_TASK = {  # where multiplication differs; 5,900 steps are 50 epochs of 30,000
     "paper": {"mul": dict(fraction=[0.03], steps=5900, token_std=1.0)},
 }
 SMOKE = dict(steps=10, dim=32, depth=4, head_dim=8, mlp_dim=32, eval_size=1000)
+MEASURED = ["exact_match", "digit_accuracy", "loss", "steps_to_75", "steps_to_99"]  # the columns of the table
 EVALUATIONS, PROBE = 25, 2000  # points on a curve, at most; problems that it is measured on
 PAPER_FRACTION = {"add": 0.004, "mul": 0.03}
 PAPER = {  # Table 2: whole answers, digits, loss
@@ -208,8 +209,8 @@ def print_table(common, args_of, results):
     for (task, fraction), init in itertools.product(args_of, common.inits):
         these = [r["metrics"] for r in results
                  if (r["task"], r["config"]["fraction"], r["init"]) == (task, fraction, init)]
-        cells = [runs.mean_std([m[name] for m in these]) for name in ("exact_match", "digit_accuracy", "loss")]
-        steps = [runs.mean_std([m[name] for m in these], 0) for name in ("steps_to_75", "steps_to_99")]
+        cells = [runs.mean_std([m[name] for m in these]) for name in MEASURED[:3]]
+        steps = [runs.mean_std([m[name] for m in these], 0) for name in MEASURED[3:]]
         mass = [runs.mean_std([None if None in m[part] else min(m[part]) for m in these], 2)
                 for part in ("support_mass_init", "support_mass_final")]
         args = args_of[task, fraction]
@@ -243,7 +244,7 @@ def main(argv=None):
             runs.fail(f"--heads, --depth, {task}: {error}")
     device = runs.pick_device(common.device)
     out = runs.open_out(common.out)
-    finished = records.read_results(out) if common.resume else {}
+    finished = records.read_results(out, MEASURED) if common.resume else {}
     print(f"device {device}, {torch.get_num_threads()} threads, torch {torch.__version__}, results in {out}")
     results = []
 

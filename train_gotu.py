@@ -35,6 +35,7 @@ OF_TASK = {  # small, for these two: the plain transformer needs more to fit the
     "threesym": dict(lr=3e-3),
 }
 SMOKE = dict(steps=10, bits=9)
+MEASURED = ["acc_all", "acc_unseen", "mse_all", "mse_unseen", "mse_seen"]  # the columns of the table
 ALONE_CLOSED = -30.0  # --closed of mask-only: what leaks through a closed pair is a bit alone
 EVALUATIONS, PROBE = 10, 2048  # points on a curve, at most; points of the cube that it is measured on
 PAPER = {  # whole-cube accuracy and mean squared error: Table 1
@@ -148,18 +149,18 @@ def scores(task, model, ids, target, seen):
 
 def print_table(args, results):
     """This run beside the paper's Table 1 and the exact MDI."""
-    rows, columns = [], ["acc_all", "acc_unseen", "mse_all", "mse_unseen", "mse_seen"]
+    rows = []
     for task in args.tasks:
         _, target, seen = boolean.load_task(task, args.bits)
         mdi = boolean.minimum_degree_interpolator(target, seen)
         errors = squared_errors(mdi, target, seen)
         accuracies = [boolean.accuracy(task, mdi[part], target[part]) for part in (slice(None), ~seen)]
         rows.append([f"{task} MDI (exact)", *(runs.mean_std([value]) for value in accuracies),
-                     *(f"{errors[name]:.4f}" for name in columns[2:]), "", "", ""])
+                     *(f"{errors[name]:.4f}" for name in MEASURED[2:]), "", "", ""])
         for init in args.inits:
             these = [r["metrics"] for r in results if (r["task"], r["init"]) == (task, init)]
             paper = PAPER.get((task, init), ("-", "-")) if args.bits == 15 else ("-", "-")
-            cells = [runs.mean_std([m[column] for m in these]) for column in columns]
+            cells = [runs.mean_std([m[column] for m in these]) for column in MEASURED]
             mass = [runs.mean_std([None if None in m[part] else min(m[part]) for m in these], 2)
                     for part in ("support_mass_init", "support_mass_final")]
             rows.append([f"{task} {init}", *cells, " -> ".join(mass), *paper])
@@ -204,7 +205,7 @@ def main(argv=None):
             runs.fail(f"--tasks {task} --inits {init}: {error}")
     device = runs.pick_device(common.device)
     out = runs.open_out(common.out)
-    finished = records.read_results(out) if common.resume else {}
+    finished = records.read_results(out, MEASURED) if common.resume else {}
     print(f"device {device}, {torch.get_num_threads()} threads, torch {torch.__version__}, results in {out}")
     probe = torch.randperm(2**common.bits, generator=runs.generator(0, "probe"))[:PROBE]
     few, results = probe[:256], []  # few: the inputs on which attention is looked at

@@ -37,6 +37,7 @@ PRESETS = {
 }
 OF_DATASET = {"tinystories": dict(steps=5000)}
 SMOKE = dict(steps=6, dim=32, depth=2, head_dim=8, batch_size=4)
+MEASURED = ["val_bits_per_byte", "bits_per_byte", "val_perplexity", "perplexity"]  # the columns of the table
 EVALUATIONS = 20  # points on a curve, at most; they are measured on the first PROBE blocks of the validation text
 PROBE = 64
 PAPER = {  # validation and test perplexity: Table 6
@@ -91,7 +92,7 @@ def download(args, dataset):
 
 def load(args, dataset):
     """The tokeniser, and a pair (token ids, bytes or None) for each of the training, validation and test texts."""
-    name = dataset if args.data is None else args.data
+    flag, name = ("--dataset", dataset) if args.data is None else ("--data", args.data)
     try:
         if args.download and args.data is None:
             download(args, dataset)
@@ -108,10 +109,11 @@ def load(args, dataset):
         lossy = "types" in tokeniser  # spaces and rare words are lost: nothing to be had per byte
         parts = [(text.encode(tokeniser, part), None if lossy else len(part.encode())) for part in texts]
     except (OSError, ValueError) as error:
-        runs.fail(f"{'--dataset' if args.data is None else '--data'} {name}: {error}")
+        runs.fail(f"{flag}: {error}" if name in str(error) else f"{flag} {name}: {error}")
     for part, (ids, _) in zip(("training", "validation", "test"), parts):
         if len(ids) <= args.block:
-            runs.fail(f"{name}: {len(ids)} tokens in the {part} text, --block {args.block} wants {args.block + 1}")
+            runs.fail(f"{flag} {name}: {len(ids)} tokens in the {part} text, "
+                      f"--block {args.block} wants {args.block + 1}")
     return tokeniser, parts
 
 
@@ -193,8 +195,7 @@ def print_table(common, names, results):
     rows = []
     for name, init in itertools.product(names, common.inits):
         these = [r["metrics"] for r in results if (r["task"], r["init"]) == (name, init)]
-        cells = [runs.mean_std([m[key] for m in these], digits) for key, digits in (
-            ("val_bits_per_byte", 4), ("bits_per_byte", 4), ("val_perplexity", 2), ("perplexity", 2))]
+        cells = [runs.mean_std([m[name] for m in these], digits) for name, digits in zip(MEASURED, (4, 4, 2, 2))]
         paper = PAPER.get((name, init), ("-", "-")) if common.tokeniser == "gpt2" else ("-", "-")
         rows.append([f"{name} {init}", *cells, *paper])
     header = ["", "bits/byte: val", "test", "perplexity: val", "test", "paper: val", "test"]
@@ -223,9 +224,9 @@ def plot(common, args_of, results, out, data):
                 rows += [f"{init}, head {head + 1}" for head in range(args.heads)]
                 openness += [layer[head].tril() for head in range(args.heads)
                              for pair in zip(first_open, last_open) for layer in pair]
-        pictures.grid(common.inits, columns, attention, out / f"attention-{name}.png")
+        pictures.grid(common.inits, columns, attention, out / f"attention-{records.short(name)}.png")
         if rows:
-            pictures.grid(rows, columns, openness, out / f"masks-{name}.png")
+            pictures.grid(rows, columns, openness, out / f"masks-{records.short(name)}.png")
 
 
 def main(argv=None):
@@ -235,6 +236,8 @@ def main(argv=None):
     if common.plot:
         pictures.pyplot()  # a missing matplotlib is said before the training, not after it
     rank, world, device = runs.start_processes(common.device, common.batch_size)
+    if common.bf16 and device.type != "cuda":
+        runs.fail(f"--bf16: only on CUDA, this is {device}")
     if rank > 0:
         dist.barrier()  # the first process downloads
     data = {name: load(args, name) for name, args in args_of.items()}  # missing files are said now, too
@@ -244,10 +247,8 @@ def main(argv=None):
         train, *others = (hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:12] for ids, _ in data[name][1])
         args.text, args.held_out = train, "-".join(others)
     prompts = {name: encoded_prompt(args, data[name][0], data[name][1][0][0]) for name, args in args_of.items()}
-    if common.bf16 and device.type != "cuda":
-        runs.fail(f"--bf16: only on CUDA, this is {device}")
     out = runs.open_out(common.out)
-    finished = records.read_results(out) if common.resume else {}
+    finished = records.read_results(out, MEASURED) if common.resume else {}
     if rank == 0:
         print(f"device {device}, {world} process(es), {torch.get_num_threads()} threads, torch {torch.__version__}, "
               f"results in {out}")

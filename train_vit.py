@@ -41,6 +41,7 @@ PRESETS = {
 }
 OF_DATASET = {"imagenet100": dict(steps=74_400, lr=1e-3, warmup=1_240, pooling="mean")}  # Table 11: 300 epochs
 SMOKE = dict(steps=3, batch_size=16, dim=24, depth=2)
+MEASURED = ["top1", "top1_best", "loss"]  # the columns of the table
 EVALUATIONS, PROBE = 20, 64  # points on a curve, at most; test images on which attention is looked at
 GAP = 50.0  # svd: difference in logits; at the mask's 10 the pattern would be lost in what else the layers read
 PAPER = {  # best top-1 over epochs: Tables 3 and 5
@@ -191,7 +192,7 @@ def print_table(common, results):
     rows = []
     for dataset, init in itertools.product(common.dataset, common.inits):
         these = [r["metrics"] for r in results if (r["task"], r["init"]) == (dataset, init)]
-        cells = [runs.mean_std([m[name] for m in these]) for name in ("top1", "top1_best", "loss")]
+        cells = [runs.mean_std([m[name] for m in these]) for name in MEASURED]
         mass = [runs.mean_std([None if None in m[part] else min(m[part]) for m in these], 2)
                 for part in ("support_mass_init", "support_mass_final")]
         rows.append([f"{dataset} {init}", *cells, " -> ".join(mass), PAPER.get((dataset, init), "-")])
@@ -236,6 +237,10 @@ def main(argv=None):
     if common.plot:
         pictures.pyplot()  # a missing matplotlib is said before the training, not after it
     rank, world, device = runs.start_processes(common.device, common.batch_size)
+    if common.bf16 and device.type != "cuda":
+        runs.fail(f"--bf16: only on CUDA, this is {device}")
+    if common.eval_only is not None and not Path(common.eval_only).is_file():
+        runs.fail(f"--eval-only {common.eval_only}: no such file")
     if rank > 0:
         dist.barrier()  # the first process downloads and decodes
     data = {dataset: load(args, dataset) for dataset, args in args_of.items()}  # missing files are said now, too
@@ -243,14 +248,12 @@ def main(argv=None):
         dist.barrier()
     for dataset, args in args_of.items():
         args.data_hash = images.fingerprint(data[dataset])  # a run on other images is another run
-    if common.bf16 and device.type != "cuda":
-        runs.fail(f"--bf16: only on CUDA, this is {device}")
     if common.eval_only is not None:
         dataset = common.dataset[0]
         evaluate_only(args_of[dataset], dataset, common.inits[0], data[dataset], device)
         return []
     out = runs.open_out(common.out)
-    finished = records.read_results(out) if common.resume else {}
+    finished = records.read_results(out, MEASURED) if common.resume else {}
     if rank == 0:
         print(f"device {device}, {world} process(es), {torch.get_num_threads()} threads, torch {torch.__version__}, "
               f"results in {out}")

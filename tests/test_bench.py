@@ -36,13 +36,8 @@ def test_ctrl_c_stops_it(monkeypatch):
 
 
 def test_memory_is_measured_in_processes_of_their_own():
-    plain, masked = bench.memory((1, 2, 4, 1, 1, 4))
-    assert plain >= 0 and masked >= 0
-
-
-def test_peak_memory_grows_with_the_batch():
-    small, large = (bench.peak_mb((batch, 64, 64, 2, 2, 32), False) for batch in (1, 256))
-    assert large > small
+    """At least the attention of both layers, which the backward pass needs: (256, 2, 64, 64) float32 each."""
+    assert min(bench.memory((256, 64, 64, 2, 2, 32))) > 2 * 256 * 2 * 64 * 64 * 4 / 2**20
 
 
 @pytest.mark.parametrize("flags", [["--repeats", "1"], ["--repeats", "x"], ["--nosuch"]])

@@ -35,7 +35,7 @@ def test_every_exercise_has_a_worked_example():
             assert ">>> " in ast.get_docstring(handout.function(tree, name)), name
 
 
-@pytest.mark.parametrize("argv", [[], ["-h"], ["a", "b"], [str(handout.ROOT / "tests")]], ids=len)
+@pytest.mark.parametrize("argv", [[], ["--all"], ["a", "b"], [str(handout.ROOT / "tests")]], ids=len)
 def test_bad_input_is_one_line(argv, capsys):
     with pytest.raises(SystemExit) as stop:
         handout.main(argv)
@@ -45,6 +45,26 @@ def test_bad_input_is_one_line(argv, capsys):
 def test_a_target_named_like_a_part_of_the_project(tmp_path):
     handout.main([str(tmp_path / "tinymask")])
     assert (tmp_path / "tinymask" / "tinymask" / "attention.py").exists()
+
+
+@pytest.mark.parametrize("make", [lambda path: path.mkdir(), lambda path: path.symlink_to(path)], ids=["is", "loop"])
+def test_a_target_that_is_there_is_one_line_and_stays(make, tmp_path, capsys):
+    make(tmp_path / "here")
+    with pytest.raises(SystemExit) as stop:
+        handout.main([str(tmp_path / "here")])
+    assert stop.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+
+
+def test_a_copy_that_fails_leaves_nothing(tmp_path, capsys, monkeypatch):
+    def broken(source, target, **options):
+        target.mkdir()
+        raise handout.shutil.Error([("a", "b", "No space left on device")])
+
+    monkeypatch.setattr(handout.shutil, "copytree", broken)
+    with pytest.raises(SystemExit) as stop:
+        handout.main([str(tmp_path / "new")])
+    assert stop.value.code == 2 and "No space left" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

@@ -2,7 +2,9 @@
 import json
 import math
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from tinymask import Encoder, records, runs
 from tinymask.transformer import parameter_groups
 
 pytestmark = pytest.mark.gotu
+ROOT = Path(__file__).parent.parent
 
 
 def test_every_parameter_is_in_exactly_one_group_and_the_mask_is_not_decayed():
@@ -69,7 +72,7 @@ def test_key_depends_on_the_flags_of_the_run_only():
 
 
 def line(seed):
-    return json.dumps({"config": {"lr": 1.0}, "task": "t", "init": "i", "seed": seed, "metrics": {}, "curve": [],
+    return json.dumps({"config": {"lr": 1.0}, "task": "t", "init": "i", "seed": seed, "metrics": {"loss": 1.5}, "curve": [{"step": 1}],
                        "diverged": False, "complete": True})
 
 
@@ -79,7 +82,7 @@ def test_results_survive_a_write_that_was_cut_short(tmp_path):
     with open(path, "a", encoding="utf-8") as file:
         file.write(line(1)[:20])  # as a kill in the middle of a write leaves it
     records.append_line(path, line(2))
-    assert [result["seed"] for result in records.read_results(tmp_path).values()] == [0, 2]
+    assert [result["seed"] for result in records.read_results(tmp_path, ["loss"]).values()] == [0, 2]
 
 
 def test_full_disk_leaves_the_old_result_lines(tmp_path, monkeypatch, capsys):
@@ -137,11 +140,13 @@ def test_broken_checkpoint_is_one_line(content, tmp_path, capsys):
 
 
 def test_result_lines_that_are_not_whole_are_passed_over(tmp_path):
-    for broken in (b"[]", b"null", b'{"config": {}}', line(1).replace("true", "false").encode(), b"\xff"):
+    for broken in (b"[]", b"null", b"[" * 100_000, line(1).replace("loss", "error").encode(),
+                   line(1).replace("1.5", '"1.5"').encode(), line(1).replace('[{"step": 1}]', "null").encode(),
+                   b'{"config": {}}', line(1).replace("true", "false").encode(), b"\xff"):
         with open(tmp_path / "results.jsonl", "ab") as file:
             file.write(broken + b"\n")
-    records.append_line(tmp_path / "results.jsonl", line(2))
-    assert [result["seed"] for result in records.read_results(tmp_path).values()] == [2]
+    records.append_line(tmp_path / "results.jsonl", line(2).replace('"t"', '"t\u2028"'))  # whole, to JSON
+    assert [result["seed"] for result in records.read_results(tmp_path, ["loss"]).values()] == [2]
 
 
 def test_auto_device_and_missing_devices(capsys):
@@ -155,8 +160,10 @@ def test_auto_device_and_missing_devices(capsys):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Unix paths")
-@pytest.mark.parametrize("bad", ["/proc/x", "TAKEN", "FILE", "FILE/below", "a\0b"])
+@pytest.mark.parametrize("bad", ["/proc/x", "TAKEN", "FILE", "FILE/below", "a\0b", "PIPE"])
 def test_unusable_out(bad, tmp_path, capsys):
+    (tmp_path / "PIPE").mkdir()
+    os.mkfifo(tmp_path / "PIPE" / "results.jsonl")
     (tmp_path / "FILE").write_text("keep", encoding="utf-8")
     (tmp_path / "TAKEN" / "results.jsonl").mkdir(parents=True)
     target = bad if bad.startswith("/") else os.path.join(str(tmp_path), bad)
@@ -170,7 +177,7 @@ def test_a_smoke_run_stays_apart_from_real_results():
     flags = runs.parser("train_x.py", "", ["a"], ["b"], {"small": {"steps": 3}})
     parse = lambda *argv: runs.parse(flags, argv, {"small": {"steps": 3}}, {"steps": 1})  # noqa: E731
     assert parse().out == "runs/x" and parse("--smoke").out == "runs/x-smoke"
-    assert parse("--smoke", "--out", "y").out == "y" and parse("--smoke").steps == 1
+    assert parse("--smoke", "--out", "runs/x").out == "runs/x" and parse("--smoke").steps == 1
 
 
 def test_out_with_spaces_and_umlauts(tmp_path):
@@ -191,6 +198,31 @@ def test_a_world_size_without_torchrun_is_one_process(monkeypatch):
     assert runs.start_processes("cpu", 3)[:2] == (0, 1)
 
 
+@pytest.mark.parametrize("values", [("0", "0", "x"), ("0", "0", "0"), ("5", "0", "2"), ("0", "0", "2")], ids=" ".join)
+def test_a_torchrun_environment_that_is_none(values, monkeypatch, capsys):
+    for name in ("MASTER_ADDR", "MASTER_PORT"):  # the last case lacks these
+        monkeypatch.delenv(name, raising=False)
+    for name, value in zip(("RANK", "LOCAL_RANK", "WORLD_SIZE"), values):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as stop:
+        runs.start_processes("cpu", 4)
+    assert stop.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_an_error_is_one_line_whatever_the_value(capsys):
+    with pytest.raises(SystemExit):
+        runs.pick_device("a\nb")
+    assert capsys.readouterr().err == "error: --device a b: wanted auto, cpu, cuda, cuda:N or mps\n"
+
+
+def test_a_backend_that_matplotlib_does_not_have(monkeypatch):
+    pytest.importorskip("matplotlib")
+    code = "from tinymask import pictures; pictures.pyplot()"
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"MPLBACKEND": "bogus"}, capture_output=True,
+                          text=True, cwd=ROOT)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "bogus" in done.stderr
+
+
 def test_results_that_cannot_be_written_are_said_before_training(tmp_path, capsys):
     (tmp_path / "results.jsonl").symlink_to(tmp_path / "nosuch" / "results.jsonl")
     with pytest.raises(SystemExit) as stop:
@@ -199,4 +231,5 @@ def test_results_that_cannot_be_written_are_said_before_training(tmp_path, capsy
 
 
 def test_long_names_make_a_file_name():
-    assert len(records.run_key({"lr": 1}, "x" * 250, "mask", 0)) < 100
+    for name in ("x" * 250, "\N{GRINNING FACE}" * 60):
+        assert len(records.run_key({"lr": 1}, name, "mask", 0).encode()) < 100

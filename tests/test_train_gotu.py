@@ -62,6 +62,12 @@ def test_a_mask_that_diverges_is_recorded_and_the_other_runs_go_on(flags, tmp_pa
     assert len(lines(tmp_path)) == 2 and (results[0]["diverged"] or "1e4" in flags)
 
 
+def test_a_mask_that_runs_off_to_minus_infinity_is_divergence(tmp_path):
+    (result,) = tiny(tmp_path, "--tasks", "2parity", "--inits", "mask", "--steps", "60", "--optimizer", "sgd",
+                     "--mask-weight-decay", "10", "--mask-lr", "1e4", "--pooling", "cls")
+    assert result["diverged"] and len(lines(tmp_path)) == 1
+
+
 def test_ctrl_c_in_the_step_that_diverges_hides_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "interrupted", lambda: True)
     (result,) = tiny(tmp_path, "--tasks", "2parity", "--inits", "default", "--lr", "1e30", "--steps", "1")

@@ -24,25 +24,16 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 
-def masked_attention(query, key, value, mask=None, causal=False, return_attention=False, squash=True):
-    """Softmax attention with the bias log sigmoid(mask) on its logits, written out.
-
-    query, key, value: (B, H, N, Dh). mask: (N, N) or (H, N, N), floating point, any real number;
-    it is a logit, not a probability, and a boolean mask is refused. Entry -inf removes a pair for
-    good (a hard mask); a row must keep one finite entry. causal: row i sees columns 0..i only.
-    squash=False adds mask itself, a plain bias, for comparison.
-    Returns (B, H, N, Dh), and with return_attention also the weights (B, H, N, N), rows summing
-    to 1. Raises ValueError for a mask of the wrong shape or kind, or with a row wholly at -inf.
+def attend(query, key, value, mask=None, causal=False, squash=True):
+    """The formula, unchecked; arguments as in `masked_attention`. Returns output (B, H, N, Dh), weights (B, H, N, N).
 
     >>> x = torch.ones(1, 1, 2, 4)                            # equal tokens: the mask alone decides
     >>> swap = torch.tensor([[-10.0, 10.0], [10.0, -10.0]])
-    >>> masked_attention(x, x, x, swap, return_attention=True)[1][0, 0, 0].round(decimals=4).tolist()
+    >>> attend(x, x, x, swap)[1][0, 0, 0].round(decimals=4).tolist()
     [0.0, 1.0]
     """
     logits = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])  # (B, H, N, N)
     if mask is not None:
-        check_mask(mask, heads=query.shape[1], tokens=query.shape[2])
-        check_rows(mask, causal)
         # logsigmoid, never log(sigmoid(.)): sigmoid(-120) is 0 in float32 and its log -inf.
         # A float32 mask lifts half precision logits to float32, where no finite M overflows.
         logits = logits + (F.logsigmoid(mask) if squash else mask)
@@ -50,7 +41,23 @@ def masked_attention(query, key, value, mask=None, causal=False, return_attentio
         future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
         logits = logits.masked_fill(future, float("-inf"))
     attention = logits.softmax(dim=-1).to(value.dtype)  # (B, H, N, N)
-    output = attention @ value  # (B, H, N, Dh)
+    return attention @ value, attention
+
+
+def masked_attention(query, key, value, mask=None, causal=False, return_attention=False, squash=True):
+    """Softmax attention with the bias log sigmoid(mask) on its logits.
+
+    query, key, value: (B, H, N, Dh). mask: (N, N) or (H, N, N), floating point, any real number;
+    it is a logit, not a probability, and a boolean mask is refused. Entry -inf removes a pair for
+    good (a hard mask); a row must keep one finite entry. causal: row i sees columns 0..i only.
+    squash=False adds mask itself, a plain bias, for comparison.
+    Returns (B, H, N, Dh), and with return_attention also the weights (B, H, N, N), rows summing
+    to 1. Raises ValueError for a mask of the wrong shape or kind, or with a row wholly at -inf.
+    """
+    if mask is not None:
+        check_mask(mask, heads=query.shape[1], tokens=query.shape[2])
+        check_rows(mask, causal)
+    output, attention = attend(query, key, value, mask, causal, squash)
     return (output, attention) if return_attention else output
 
 
@@ -116,10 +123,14 @@ class MaskedAttention(nn.Module):
     def forward(self, x, return_attention=False):  # (B, N, D)
         tokens = x.shape[1]
         mask = None if self.mask is None else self.mask[..., :tokens, :tokens]
+        if mask is not None:  # its rows were looked at when it was set; an M that runs off in training shows as NaN
+            check_mask(mask, self.heads, tokens)
+            if tokens < self.mask.shape[-1] and bool(self.mask.isfinite().any(dim=-1).all()):
+                check_rows(mask, self.causal)
         heads = (
             projection(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, N, Dh)
             for projection in (self.query, self.key, self.value)
         )
-        output, attention = masked_attention(*heads, mask, self.causal, return_attention=True, squash=self.squash)
+        output, attention = attend(*heads, mask, self.causal, self.squash)
         output = self.out(output.transpose(1, 2).flatten(2))  # (B, N, D)
         return (output, attention) if return_attention else output

@@ -8,6 +8,7 @@ of ViT-Tiny. A second table has the tokens a second of the small language model,
 """
 import argparse
 import multiprocessing
+import signal
 import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -78,19 +79,22 @@ def seconds(step):
 def peak_mb(size, masked):
     """Growth of the peak resident set over three steps, in MB; for a process of its own. None on Windows."""
     training_step((1, 2, 4, 1, 1, 4), masked)()  # what the libraries load at the first step
-    before = records.machine("cpu")["peak_rss_mb"]
+    before = records.peak_rss_mb()
     step = training_step(size, masked)
     for _ in range(3):
         step()
-    return before and records.machine("cpu")["peak_rss_mb"] - before
+    return before and records.peak_rss_mb() - before
 
 
 def memory(size):
-    """`peak_mb` of plain and masked; to be called before this process grows, for Linux hands the peak down."""
+    """`peak_mb` of plain and masked, each in a new process."""
     megabytes = []
     for masked in (False, True):
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            megabytes.append(pool.submit(peak_mb, size, masked).result())
+            handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is for this process alone
+            future = pool.submit(peak_mb, size, masked)
+            signal.signal(signal.SIGINT, handler)
+            megabytes.append(future.result())
     return megabytes
 
 

@@ -4,16 +4,17 @@ DIR becomes a copy of the project in which the functions below have no body, wit
 file EXERCISES.md. The tests are the graders: those of step k need the functions of steps 1 to k only. Nothing
 in the source is marked for this; the table is all there is.
 """
+import argparse
 import ast
+import os
 import shutil
-import sys
 from pathlib import Path
 
-from tinymask.runs import fail
+from tinymask import runs
 
 ROOT = Path(__file__).resolve().parent.parent
 EXERCISES = [  # (title, functions as module.name, what to think of, the command that grades)
-    ("Attention with a mask", ["attention.masked_attention"],
+    ("Attention with a mask", ["attention.attend"],
      "The mask is added to the logits as log sigmoid(M), before the softmax. What must never happen to a row?",
      "tests/test_attention.py"),
     ("The theorem", ["theory.attention_row", "theory.dp_dz", "theory.dp_dq", "theory.dp_dk", "theory.dp_dm",
@@ -70,33 +71,45 @@ def exercises_text():
 
 
 def make(target):
-    """Write the handout into the folder `target`, which must not exist."""
+    """Write the handout into the folder `target`, which must not exist: made beside it, then moved there."""
+    if os.path.lexists(target):
+        raise FileExistsError(f"{target} is there already")
+    part = target.with_name(f"{target.name}.{os.getpid()}.part")
+
     def left_out(folder, names):  # target itself, too, if it is inside the checkout
         patterns = shutil.ignore_patterns(*LEFT_OUT)(folder, names)
-        return patterns | {name for name in names if Path(folder, name).resolve() == target.resolve()}
+        return patterns | {name for name in names if Path(folder, name).resolve() == part.resolve()}
 
-    shutil.copytree(ROOT, target, ignore=left_out)
-    (target / "tests" / "test_readme.py").unlink()  # figures, not exercises
-    for number, (_, names, _, _) in enumerate(EXERCISES, 1):
-        for module, name in (dotted.split(".") for dotted in names):
-            path = target / "tinymask" / f"{module}.py"
-            path.write_text(without_body(path.read_text(encoding="utf-8"), name, number), encoding="utf-8")
-    (target / "EXERCISES.md").write_text(exercises_text(), encoding="utf-8")
+    try:
+        shutil.copytree(ROOT, part, ignore=left_out, symlinks=True)
+        (part / "tests" / "test_readme.py").unlink()  # figures, not exercises
+        for number, (_, names, _, _) in enumerate(EXERCISES, 1):
+            for module, name in (dotted.split(".") for dotted in names):
+                path = part / "tinymask" / f"{module}.py"
+                path.write_text(without_body(path.read_text(encoding="utf-8"), name, number), encoding="utf-8")
+        (part / "EXERCISES.md").write_text(exercises_text(), encoding="utf-8")
+        part.rename(target)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)  # nothing is left of it if all went well
 
 
-def main(argv):
-    """Make the handout that the command line names; bad input is one line and status 2."""
-    if len(argv) != 1 or argv[0].startswith("-"):
-        fail("usage: python -m tinymask.handout DIR")
-    target = Path(argv[0])
+def main(argv=None):
+    """Make the handout that the command line names. No runs are made, so none is returned."""
+    flags = argparse.ArgumentParser(prog="tinymask.handout", description=__doc__, allow_abbrev=False,
+                                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.error = runs.fail
+    flags.add_argument("folder", metavar="DIR", help="the handout's folder, to be made")
+    target = Path(flags.parse_args(argv).folder)
     if not (ROOT / "tests").is_dir():
-        fail(f"{ROOT} is not a checkout, there are no tests")
+        runs.fail(f"{ROOT} is not a checkout, there are no tests")
     try:
         make(target)
-    except OSError as error:
-        fail(f"{target}: {error.strerror or error}")
+    except (OSError, ValueError) as error:  # of a tree that cannot be copied, shutil lists the files
+        reason = error.args[0][0][-1] if isinstance(error, shutil.Error) else runs.first_line(error)
+        runs.fail(f"{target}: {reason}")
     print(f"{len(EXERCISES)} exercises in {target}: begin with {target / 'EXERCISES.md'}")
+    return []
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    runs.command(main)

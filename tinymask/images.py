@@ -88,7 +88,8 @@ def load_cifar(name, data_dir="data"):
     about, data_dir = CIFAR[name], Path(data_dir)
     folder, archive = data_dir / about["folder"], data_dir / about["archive"]
     if folder.is_dir():
-        return _sets(about, {path.name: path.read_bytes for path in sorted(folder.glob("*.bin"))}, folder)
+        files = sorted(path for path in folder.iterdir() if path.suffix == ".bin")
+        return _sets(about, {path.name: path.read_bytes for path in files}, folder)
     if not archive.is_file():
         raise FileNotFoundError(
             f"{archive} is missing: put {BASE}{about['archive']} ({about['size']:,} bytes) there, or its extracted "
@@ -195,7 +196,8 @@ def _decoded(files, cache, size):
     shape, data, state = (len(files), 3, size, size), cache.with_suffix(".u8"), cache.with_suffix(".json")
     try:
         known = json.loads(state.read_text(encoding="utf-8"))
-        done = known["done"] if known["files"] == listing and data.stat().st_size == numpy.prod(shape) else 0
+        whole = known["files"] == listing and data.stat().st_size == numpy.prod(shape)
+        done = known["done"] if whole and 0 <= known["done"] <= len(files) else 0
     except (OSError, ValueError, KeyError, TypeError):
         done = 0
     if done < len(files):

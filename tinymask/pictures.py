@@ -2,6 +2,8 @@
 
 One colour for one init, in every figure of the project.
 """
+import warnings
+
 from tinymask.runs import fail
 
 COLOURS = {
@@ -22,8 +24,11 @@ def pyplot():
 
         matplotlib.use("agg")
         from matplotlib import pyplot as plt
+    except ValueError as error:  # MPLBACKEND
+        fail(f"--plot: {error}")
     except ImportError:
         fail("--plot: needs matplotlib; install it with: pip install 'tinymask[plot]' (or: pip install matplotlib)")
+    warnings.filterwarnings("ignore", message="Glyph")  # a character of a file's name that no font has
     return plt
 
 

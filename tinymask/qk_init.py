@@ -124,7 +124,8 @@ def impulse(attention, positions, support, norm=7.0):
     heads, head_dim = attention.heads, attention.query.out_features // attention.heads
     decoder = torch.linalg.pinv(F.layer_norm(positions.detach().double(), positions.shape[-1:]), rtol=1e-5)  # (D, N)
     left, sizes, right = torch.linalg.svd(decoder @ support.to(decoder).expand(heads, -1, -1) @ decoder.T)
-    root = (sizes / sizes[:, :head_dim].sum(dim=-1, keepdim=True)).sqrt()[:, None, :head_dim] * norm
+    total = sizes[:, :head_dim].sum(dim=-1, keepdim=True).clamp(min=1e-30)  # 0 at width 1
+    root = (sizes / total).sqrt()[:, None, :head_dim] * norm
     _write(attention, left[:, :, :head_dim] * root, right.transpose(1, 2)[:, :, :head_dim] * root)
 
 

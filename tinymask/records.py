@@ -3,11 +3,15 @@
 A result line is strict JSON, appended when the run is complete. A checkpoint holds only tensors, numbers,
 strings, lists and dicts; it is written beside its place and moved there.
 """
+import contextlib
 import hashlib
+import io
 import json
 import math
 import os
+import re
 import sys
+from pathlib import Path
 
 import numpy
 import torch
@@ -19,6 +23,7 @@ from tinymask.persistence import snapshot
 # flags that choose which runs are made, or where; a run is the same run whatever they say
 NOT_OF_THE_RUN = ("tasks", "dataset", "inits", "seeds", "first_seed", "out", "resume", "plot", "smoke", "device",
                   "data_dir", "download", "eval_only", "sample", "prompt", "temperature", "top_k", "data")
+PATHS = ("out", "data_dir", "data", "eval_only")  # not in a result line
 
 
 # -- result lines -----------------------------------------------------------------------------
@@ -28,7 +33,12 @@ def run_key(config, *names):
     """File name for one run: the names and a hash of the flags that make the run what it is."""
     of_the_run = {name: value for name, value in config.items() if name not in NOT_OF_THE_RUN}
     text = json.dumps(of_the_run, sort_keys=True)
-    return "-".join(str(name)[:60] for name in names) + "-" + hashlib.sha256(text.encode()).hexdigest()[:10]
+    return "-".join(short(str(name)) for name in names) + "-" + hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+def short(name):
+    """As much of a name as is safe in a file name: 60 bytes."""
+    return name.encode(errors="replace")[:60].decode(errors="ignore")
 
 
 def strict(value):
@@ -40,23 +50,28 @@ def strict(value):
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def machine(device):
-    """The fields of a result line that tell what it was measured on."""
-    try:
+def peak_rss_mb():
+    """The most memory that this process has had, in MB; None on Windows."""
+    with contextlib.suppress(OSError, TypeError):  # Linux: getrusage would count what started this process, too
+        return round(int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text("ascii"))[1]) / 2**10, 1)
+    with contextlib.suppress(ImportError):
         import resource
 
         unit = 2**20 if sys.platform == "darwin" else 2**10
-        peak = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit, 1)
-    except ImportError:  # Windows
-        peak = None
+        return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit, 1)
+
+
+def machine(device):
+    """The fields of a result line that tell what it was measured on."""
     python = ".".join(map(str, sys.version_info[:3]))
     versions = {"python": python, "torch": torch.__version__, "numpy": numpy.__version__, "tinymask": __version__}
-    return {"peak_rss_mb": peak, "threads": torch.get_num_threads(), "versions": versions, "device": str(device)}
+    return {"peak_rss_mb": peak_rss_mb(), "threads": torch.get_num_threads(), "versions": versions,
+            "device": str(device)}
 
 
 def record(folder, args, script, task, init, seed, *, device, **fields):
     """Make the result line of a finished run and append it to folder/results.jsonl. Returns it."""
-    config = {name: value for name, value in vars(args).items() if name != "out"}
+    config = {name: value for name, value in vars(args).items() if name not in PATHS}
     result = strict({"script": script, "task": task, "init": init, "seed": seed, "config": config, **fields,
                      **machine(device), "complete": True})
     append_line(folder / "results.jsonl", json.dumps(result, allow_nan=False))
@@ -81,22 +96,32 @@ def append_line(path, line):
         runs.fail(f"{path}: {error.strerror or error}; this run was not recorded", status=1)
 
 
-def read_results(folder):
-    """Result lines of folder/results.jsonl by `run_key`, the newest of each; broken lines are passed over."""
+def read_results(folder, measured):
+    """Result lines of folder/results.jsonl by `run_key`, the newest of each; broken lines are passed over.
+
+    measured: names that the metrics must have; a line of an older version, without them, is passed over too.
+    """
     results, path = {}, folder / "results.jsonl"
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
     except OSError as error:
         runs.fail(f"{path}: {error.strerror or error}")
     for line in lines:
         try:
             result = json.loads(line)
-            if not (result["complete"] and {"metrics", "curve", "diverged"} <= result.keys()):
+            numbers = [value for name in measured for value in _flat(result["metrics"][name])]
+            if not (result["complete"] and result["diverged"] in (True, False) and all(map(dict, result["curve"]))
+                    and all(value is None or isinstance(value, (int, float)) for value in numbers)):
                 continue
             results[run_key(result["config"], result["task"], result["init"], result["seed"])] = result
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue
     return results
+
+
+def _flat(value):
+    """A list as it is, anything else as the one entry of a list."""
+    return value if isinstance(value, list) else [value]
 
 
 # -- checkpoints ------------------------------------------------------------------------------
@@ -108,13 +133,15 @@ def save(path, state):
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}.part")
         try:
-            with open(part, "wb") as file:
-                torch.save(state, file)
+            buffer = io.BytesIO()  # in memory first: of a full disk torch says only that a position is wrong
+            torch.save(state, buffer)
+            part.write_bytes(buffer.getbuffer())
             os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-        runs.fail(f"{path}: could not be saved ({runs.first_line(error)}); an older file there is intact", status=1)
+    except (OSError, RuntimeError) as error:
+        older = "; the older file there is intact" if path.is_file() else ""
+        runs.fail(f"{path}: could not be saved ({runs.first_line(error)}){older}", status=1)
 
 
 def load(path):

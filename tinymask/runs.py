@@ -24,7 +24,8 @@ _interrupted, _ready = [], []  # Ctrl-C was pressed; there is something to save
 
 def fail(message, status=2):
     """Leave with one line on stderr."""
-    print(f"error: {message}", file=sys.stderr)
+    if sys.stderr is not None:
+        print("error: " + " ".join(str(message).split("\n")), file=sys.stderr)
     raise SystemExit(status)
 
 
@@ -93,7 +94,8 @@ def parser(script, description, tasks, inits, presets, flag="tasks", rows=4):
     add("--depth", type=whole(1, 1000), help="layers")
     add("--heads", type=whole(1, 1000), help="attention heads")
     add("--device", default="auto", help="auto (cuda, else mps, else cpu), cpu, cuda, cuda:1, mps")
-    add("--out", default=f"runs/{script[6:-3]}", metavar="DIR", help="where results go (default: %(default)s)")
+    name = f"runs/{script[6:-3]}"
+    add("--out", metavar="DIR", help=f"where results go (default: {name}, with --smoke {name}-smoke)")
     add("--smoke", action="store_true", help="a few tiny steps of everything, to see that it runs")
     add("--resume", action="store_true", help="skip finished runs, go on inside unfinished ones")
     add("--plot", action="store_true", help="draw figures from the results (extra plot: matplotlib)")
@@ -108,8 +110,8 @@ def parse(flags, argv, presets, smoke):
             setattr(args, name, value)
     if args.mask_lr is None:
         args.mask_lr = args.lr
-    if args.smoke and args.out == flags.get_default("out"):
-        args.out += "-smoke"  # apart from real results
+    if args.out is None:
+        args.out = f"runs/{flags.prog[6:-3]}" + "-smoke" * args.smoke  # apart from real results
     for name in {"tasks", "dataset", "inits"} & vars(args).keys():
         setattr(args, name, list(dict.fromkeys(getattr(args, name) or [])))  # named twice, run once
     return args
@@ -135,14 +137,22 @@ def start_processes(name, batch_size):
     """(rank, processes, device). Under torchrun each process has its share of every batch."""
     if not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys() or os.environ["WORLD_SIZE"] == "1":
         return 0, 1, pick_device(name)
-    world = int(os.environ["WORLD_SIZE"])
+    try:
+        rank, local, world = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+        if not (0 <= rank < world and local >= 0):
+            raise ValueError(f"rank {rank} of {world}")
+    except ValueError as error:
+        fail(f"RANK, LOCAL_RANK, WORLD_SIZE in the environment, which torchrun sets: {error}")
     if batch_size % world:
         fail(f"--batch-size {batch_size} is not a multiple of {world} processes")
     cuda = pick_device(name).type == "cuda"
-    device = pick_device(f"cuda:{os.environ['LOCAL_RANK']}" if cuda else "cpu")
+    device = pick_device(f"cuda:{local}" if cuda else "cpu")
     if not dist.is_initialized():
         patience = datetime.timedelta(hours=12)  # the others wait while the first decodes or downloads
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=patience)
+        try:
+            dist.init_process_group("nccl" if cuda else "gloo", timeout=patience)
+        except (ValueError, RuntimeError) as error:
+            fail(f"torchrun: {first_line(error)}")
     return dist.get_rank(), world, device
 
 
@@ -164,13 +174,13 @@ def open_out(path):
         if not str(path):
             raise ValueError("the name is empty")
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        if (folder / "results.jsonl").is_dir():
-            raise ValueError("results.jsonl is a folder")
+        if (folder / "results.jsonl").exists() and not (folder / "results.jsonl").is_file():
+            raise ValueError("results.jsonl is no file")
         for writable in (folder, folder / "checkpoints"):
             with tempfile.TemporaryFile(dir=writable) as file:
                 file.write(b"x")
         if os.path.lexists(folder / "results.jsonl"):
-            open(folder / "results.jsonl", "ab").close()
+            open(folder / "results.jsonl", "a+b").close()
     except (OSError, ValueError) as error:
         fail(f"--out {path}: cannot write there ({getattr(error, 'strerror', None) or error})")
     _ready.append(folder)
@@ -221,11 +231,11 @@ def command(main):
             sys.stdout.flush()
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    except BrokenPipeError:  # `| head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(1) from None
-    except OSError as error:  # a full disk behind standard output
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:  # `| head -1`, or a full disk behind standard output
+        if sys.stdout is not None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            raise SystemExit(1) from None
         fail(first_line(error), status=1)
     raise SystemExit(130 if interrupted() else 1 if any(result["diverged"] for result in results) else 0)
 
