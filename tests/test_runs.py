@@ -72,8 +72,8 @@ def test_key_depends_on_the_flags_of_the_run_only():
 
 
 def line(seed):
-    return json.dumps({"config": {"lr": 1.0}, "task": "t", "init": "i", "seed": seed, "metrics": {"loss": 1.5}, "curve": [{"step": 1}],
-                       "diverged": False, "complete": True})
+    return json.dumps({"config": {"lr": 1.0}, "task": "t", "init": "i", "seed": seed, "metrics": {"loss": 1.5},
+                       "curve": [{"step": 1}], "diverged": False, "complete": True})
 
 
 def test_results_survive_a_write_that_was_cut_short(tmp_path):
