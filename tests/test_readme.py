@@ -279,7 +279,8 @@ def arith_headlines():
     whole = f"{addition} --preset paper --bf16"
     one("addition, 0.4 %, the paper's model", paper, ("add", 0.004, ""), f"{whole} --seeds 3", of["add"])
     one("the same, tokens at 1", paper, ("add", 0.004, "--token-std 1"), f"{whole} --token-std 1", of["add"])
-    one("the same, read from the mean", paper, ("add", 0.004, "--readout mean"), f"{whole} --readout mean --seeds 3")
+    mean_of = "--readout mean --token-std 1 --position-std 1"
+    one("the same, read from the mean, both at 1", paper, ("add", 0.004, mean_of), f"{whole} {mean_of} --seeds 3")
     one("addition, 0.05 %", few, ("add", 0.0005, ""), f"{addition} --fraction 0.0005 --seeds 3")
     one("the same, other pairs", splits, ("add", 0.0005, ""),
         f"{addition} --fraction 0.0005 --split 1 --first-seed 1")
