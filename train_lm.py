@@ -66,6 +66,7 @@ def parser():
     add("--prompt", default="", help="what --sample goes on from (default: the first token of the training text)")
     add("--temperature", type=runs.real(low=0, high=100), default=1.0, help="of --sample (default: 1; 0: likeliest)")
     add("--top-k", type=runs.whole(1), help="of --sample: draw from the k likeliest tokens")
+    runs.describe_presets(flags, {f"paper, {name}": own for name, own in OF_DATASET.items()})
     return flags
 
 
@@ -122,7 +123,7 @@ def scores(model, ids, size, block, device, limit=None):
     """Perplexity, nats a token and bits a byte on a text of `size` bytes (None: unknown), or its first `limit` blocks.
 
     Each token but the first is predicted once, from those before it in its block: sums over counts, so that
-    nothing depends on how the blocks are batched.
+    nothing depends on how the blocks are batched. With a limit, bits per byte take the tokens per byte of the whole.
     """
     model.eval()
     total, count, pairs = 0.0, 0, list(text.blocks(ids, block))[:limit]
@@ -195,7 +196,7 @@ def print_table(common, names, results):
     rows = []
     for name, init in itertools.product(names, common.inits):
         these = [r["metrics"] for r in results if (r["task"], r["init"]) == (name, init)]
-        cells = [runs.mean_std([m[name] for m in these], digits) for name, digits in zip(MEASURED, (4, 4, 2, 2))]
+        cells = [runs.mean_std([m[part] for m in these], digits) for part, digits in zip(MEASURED, (4, 4, 2, 2))]
         paper = PAPER.get((name, init), ("-", "-")) if common.tokeniser == "gpt2" else ("-", "-")
         rows.append([f"{name} {init}", *cells, *paper])
     header = ["", "bits/byte: val", "test", "perplexity: val", "test", "paper: val", "test"]
@@ -211,9 +212,8 @@ def plot(common, args_of, results, out, data):
     pictures.progress(results, list(args_of), common.inits, measure, f"{label}, validation", out / "curves.png")
     for name, args in args_of.items():
         tokeniser, (_, (val, _), _) = data[name]
-        whole = [inputs for inputs, _ in text.blocks(val, args.block) if inputs.shape[1] == args.block]
-        few, columns = torch.cat(whole[:16]), [f"layer {layer + 1}, {when}" for layer in range(args.depth)
-                                               for when in ("start", "end")]
+        few = val[: len(val) // args.block * args.block].view(-1, args.block)[:16]
+        columns = [f"layer {layer + 1}, {when}" for layer in range(args.depth) for when in ("start", "end")]
         attention, openness, rows = [], [], []
         for init in common.inits:
             model = build(args, init, common.first_seed, text.vocabulary_size(tokeniser))
@@ -271,12 +271,12 @@ def main(argv=None):
 
         # model and prior
         model = build(args, init, seed, text.vocabulary_size(tokeniser)).to(device)
-        few = torch.cat([inputs for inputs, _ in itertools.islice(text.blocks(val, args.block), 1)]).to(device)
+        few = val[None, : args.block].to(device)
         before = snapshot(model, few)
         parallel = model if world == 1 else torch.nn.parallel.DistributedDataParallel(model)
 
         # optimiser: the mask is a group of its own, without weight decay
-        optimizer = torch.optim.AdamW(parameter_groups(model, args.lr, args.mask_lr, args.weight_decay), lr=args.lr)
+        optimizer = torch.optim.AdamW(parameter_groups(model, args.lr, args.mask_lr, args.weight_decay))
         batches = runs.generator(seed, "batches")
         checkpoint = out / "checkpoints" / f"{key}.pt"
         step, curve, seconds = records.resume(checkpoint, model, optimizer, batches) if args.resume else (0, [], 0.0)

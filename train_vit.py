@@ -42,7 +42,7 @@ PRESETS = {
 OF_DATASET = {"imagenet100": dict(steps=74_400, lr=1e-3, warmup=1_240, pooling="mean")}  # Table 11: 300 epochs
 SMOKE = dict(steps=3, batch_size=16, dim=24, depth=2)
 MEASURED = ["top1", "top1_best", "loss"]  # the columns of the table
-EVALUATIONS, PROBE = 20, 64  # points on a curve, at most; test images on which attention is looked at
+EVALUATIONS, FEW = 20, 64  # points on a curve, at most; images on which attention is looked at, and svd is solved
 GAP = 50.0  # svd: difference in logits; at the mask's 10 the pattern would be lost in what else the layers read
 PAPER = {  # best top-1 over epochs: Tables 3 and 5
     ("cifar10", "default"): 0.9420, ("cifar10", "mimetic"): 0.9480, ("cifar10", "impulse"): 0.9512,
@@ -73,6 +73,7 @@ def parser():
     add("--download", action="store_true", help="fetch CIFAR if it is not there")
     add("--bf16", action="store_true", help="bfloat16 autocast, on CUDA")
     add("--eval-only", metavar="CKPT", help="evaluate a checkpoint of the first data set and init, train nothing")
+    runs.describe_presets(flags, {f"paper, {name}": own for name, own in OF_DATASET.items()})
     return flags
 
 
@@ -144,7 +145,7 @@ def build(args, dataset, init, seed, sample):
     on which svd is solved.
     """
     model = ViT(args.side, args.patch, CLASSES[dataset], args.dim, args.depth, args.heads, pooling=args.pooling,
-                positions=args.positions, drop=args.drop_path)
+                positions=args.positions, drop_path=args.drop_path)
     init_weights(model, runs.generator(seed, "weights"))
     supports = mask_priors.impulse_support(args.side // args.patch, args.depth, args.heads, args.vary_offsets)
     draws = runs.generator(seed, init)
@@ -160,16 +161,7 @@ def build(args, dataset, init, seed, sample):
     if init.startswith("svd"):
         qk_init.apply_layerwise(functools.partial(qk_init.svd, gap=GAP), model, sample, supports)
     for block, support in zip(model.transformer.blocks, supports):
-        mask = mask_priors.to_mask(support, args.open, args.closed)
-        if init == "mask-zero":
-            block.attention.set_mask(torch.zeros_like(mask))
-        elif init == "bias":
-            block.attention.set_mask(F.logsigmoid(mask), squash=False)
-        elif init.startswith("mask"):
-            block.attention.set_mask(mask, learnable=init != "mask-frozen")
-        elif init.endswith("frozen"):
-            block.attention.query.requires_grad_(False)
-            block.attention.key.requires_grad_(False)
+        mask_priors.place(block.attention, init, mask_priors.to_mask(support, args.open, args.closed))
     return model, supports
 
 
@@ -181,7 +173,7 @@ def describe(args, dataset, init):
 
 def evaluate_only(args, dataset, init, data, device):
     """Print the scores of the checkpoint --eval-only."""
-    model, _ = build(args, dataset, init, args.first_seed, to_input(args, data[0][:PROBE]))
+    model, _ = build(args, dataset, init, args.first_seed, to_input(args, data[0][:FEW]))
     records.restore(Path(args.eval_only), model, describe(args, dataset, init), "--eval-only")
     found = scores(args, model.to(device), *data[2:], device)
     print(f"{dataset} {init}: top-1 {found['top1']:.4f}, loss {found['loss']:.4f} on {len(data[3])} test images")
@@ -193,9 +185,7 @@ def print_table(common, results):
     for dataset, init in itertools.product(common.dataset, common.inits):
         these = [r["metrics"] for r in results if (r["task"], r["init"]) == (dataset, init)]
         cells = [runs.mean_std([m[name] for m in these]) for name in MEASURED]
-        mass = [runs.mean_std([None if None in m[part] else min(m[part]) for m in these], 2)
-                for part in ("support_mass_init", "support_mass_final")]
-        rows.append([f"{dataset} {init}", *cells, " -> ".join(mass), PAPER.get((dataset, init), "-")])
+        rows.append([f"{dataset} {init}", *cells, runs.mass_cell(these), PAPER.get((dataset, init), "-")])
     header = ["", "top-1, last", "top-1, best", "loss", "support mass", "paper: best"]
     print(f"\n{common.seeds} seed(s), mean +- standard deviation; from scratch, at {common.side} pixels")
     print(runs.table(header, rows))
@@ -211,10 +201,10 @@ def plot(common, args_of, results, out, data):
     for dataset, args in args_of.items():
         side = args.side // args.patch
         middle, skip = side // 2 * side + side // 2, int(args.pooling == "cls")
-        probe = to_input(args, data[dataset][2][:PROBE])
+        probe = to_input(args, data[dataset][2][:FEW])
         panels = {"attention": {}, "mask": {}}  # title of a row -> its panels
         for init in common.inits:
-            model, _ = build(args, dataset, init, common.first_seed, to_input(args, data[dataset][0][:PROBE]))
+            model, _ = build(args, dataset, init, common.first_seed, to_input(args, data[dataset][0][:FEW]))
             key = records.run_key(vars(args), dataset, init, common.first_seed)
             first, last = records.start_and_end(out / "checkpoints" / f"{key}.pt", model, probe)
             rows = {"attention": [[maps.mean(0) for maps in part[0]] for part in (first, last)],
@@ -270,16 +260,18 @@ def main(argv=None):
 
         # data
         x, labels, test_x, test_labels = data[dataset]
-        probe, name = to_input(args, test_x[:PROBE].to(device)), f"{dataset} {init} seed {seed}"
+        few, name = to_input(args, test_x[:FEW].to(device)), f"{dataset} {init} seed {seed}"
+        if rank == 0:
+            print(f"{name}: {len(x):,} images to learn from, {len(test_x):,} to test on, {args.steps} steps")
 
         # model and prior
-        model, supports = build(args, dataset, init, seed, to_input(args, x[:PROBE]))
+        model, supports = build(args, dataset, init, seed, to_input(args, x[:FEW]))
         model.to(device)
-        before = snapshot(model, probe)
+        before = snapshot(model, few)
         parallel = model if world == 1 else torch.nn.parallel.DistributedDataParallel(model)
 
         # optimiser: the mask is a group of its own, without weight decay
-        optimizer = torch.optim.AdamW(parameter_groups(model, args.lr, args.mask_lr, args.weight_decay), lr=args.lr)
+        optimizer = torch.optim.AdamW(parameter_groups(model, args.lr, args.mask_lr, args.weight_decay))
         batches = runs.generator(seed, "batches")  # draws batches and their augmentation
         checkpoint = out / "checkpoints" / f"{key}.pt"
         step, curve, seconds = records.resume(checkpoint, model, optimizer, batches) if args.resume else (0, [], 0.0)
@@ -317,7 +309,7 @@ def main(argv=None):
         # evaluation
         metrics = scores(args, model, test_x, test_labels, device) | {
             "top1_best": max((point["top1"] for point in curve), default=math.nan), "images": len(x),
-        } | measures(before, snapshot(model, probe), supports)
+        } | measures(before, snapshot(model, few), supports)
         if dataset == "imagenet100":  # there are several sets of this name
             metrics["class_list"] = images.names_hash(images.class_names(Path(args.data_dir) / "imagenet100"))
         if rank > 0:

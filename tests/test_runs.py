@@ -180,10 +180,6 @@ def test_a_smoke_run_stays_apart_from_real_results():
     assert parse("--smoke", "--out", "runs/x").out == "runs/x" and parse("--smoke").steps == 1
 
 
-def test_out_with_spaces_and_umlauts(tmp_path):
-    assert runs.open_out(tmp_path / "a b" / "ü").is_dir()
-
-
 def test_mean_std_and_table():
     assert runs.mean_std([1.0, 2.0, 3.0], 2) == "2.00 +- 1.00"
     assert runs.mean_std([0.5]) == "0.5000" and runs.mean_std([]) == runs.mean_std([None, 1.0]) == "-"

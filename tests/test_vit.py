@@ -3,8 +3,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import train_vit
 from tinymask import ViT, mask_priors, qk_init
-from tinymask.transformer import drop_path, init_weights, parameter_counts, sincos
+from tinymask.transformer import drop_branch, init_weights, parameter_counts, sincos
 
 pytestmark = pytest.mark.vit
 
@@ -56,12 +57,12 @@ def test_sincos_by_hand():
 def test_drop_path_drops_whole_examples_and_keeps_the_mean():
     torch.manual_seed(0)
     x = torch.ones(4000, 3, 2)
-    out = drop_path(x, 0.25, training=True)
+    out = drop_branch(x, 0.25, training=True)
     assert out.unique().tolist() == pytest.approx([0, 4 / 3]) and (out == out[:, :1, :1]).all()
     assert out.mean() == pytest.approx(1, abs=0.05)
-    assert drop_path(x, 0.25, training=False) is x and drop_path(x, 0.0, training=True) is x
-    model = vit(drop=0.2)
-    assert [block.drop for block in model.transformer.blocks] == pytest.approx([0, 0.1, 0.2])
+    assert drop_branch(x, 0.25, training=False) is x and drop_branch(x, 0.0, training=True) is x
+    model = vit(drop_path=0.2)
+    assert [block.drop_path for block in model.transformer.blocks] == pytest.approx([0, 0.1, 0.2])
     image = torch.randn(2, 3, 16, 16)
     assert torch.equal(model.eval()(image), model(image))
 
@@ -120,3 +121,15 @@ def test_impulse_attends_to_the_neighbour_it_was_given():
     assert torch.equal((query @ key.transpose(1, 2)).argmax(-1), support.argmax(-1))
     for weight in (attention.query.weight, attention.key.weight):
         assert torch.allclose(weight.unflatten(0, (3, 32)).flatten(1).norm(dim=1), torch.tensor(7.0), atol=1e-3)
+
+
+def test_svd_of_a_vit_is_solved_without_drop_path():
+    """Nothing of it hangs on the global seed, and the model is left in training mode."""
+    sample, made = torch.rand(8, 3, 32, 32), []
+    args = train_vit.settings(["--dim", "24", "--depth", "3", "--drop-path", "0.5"], "builtin")
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        model, _ = train_vit.build(args, "builtin", "svd", 0, sample)
+        made.append(model.state_dict())
+        assert model.training
+    assert all(torch.equal(made[0][name], made[1][name]) for name in made[0])

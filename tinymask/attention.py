@@ -88,7 +88,8 @@ class MaskedAttention(nn.Module):
 
     (B, N, D) -> (B, N, D). head_dim None: dim // heads. mask: (N, N) shared by the heads, or
     (H, N, N); it is copied into a parameter. Inputs shorter than the mask use its top left corner.
-    Raises ValueError for a dim that heads does not divide, and as `masked_attention` does.
+    Raises ValueError for a dim that heads does not divide, as `masked_attention` does, and for a mask with NaN
+    or +inf.
     """
 
     def __init__(self, dim, heads, head_dim=None, mask=None, causal=False, bias=True):
@@ -109,7 +110,7 @@ class MaskedAttention(nn.Module):
             self.set_mask(mask)
 
     def set_mask(self, mask, learnable=True, squash=True):
-        """Make a copy of mask, (N, N) or (H, N, N), the parameter M; squash as in `masked_attention`.
+        """Make a copy of mask, (N, N) or (H, N, N), the parameter M; squash, errors: see `masked_attention`.
 
         Needed before load_state_dict too: a module without a mask has no place for a saved one.
         """
@@ -125,6 +126,7 @@ class MaskedAttention(nn.Module):
         mask = None if self.mask is None else self.mask[..., :tokens, :tokens]
         if mask is not None:  # its rows were looked at when it was set; an M that runs off in training shows as NaN
             check_mask(mask, self.heads, tokens)
+            # a corner of M may lack a row's only open entry; not if M itself has run off, see above
             if tokens < self.mask.shape[-1] and bool(self.mask.isfinite().any(dim=-1).all()):
                 check_rows(mask, self.causal)
         heads = (

@@ -5,8 +5,8 @@ may attend to column (key) j. Then `to_mask` turns it into logits: +10 where ope
 (paper, table 7 and section G.1), which log sigmoid maps to -0.00005 and -10.00005.
 
 A row whose entries are all equal, all closed included, carries no prior: softmax ignores the shift
-and the row attends as in a plain model. So every support here says what *each* row does (if that it looks
-at all, as the highest digit of a product does for its carry, it has no prior, and is meant to have none).
+and the row attends as in a plain model. So every support here says what *each* row does (a row that is to look
+at everything, as the highest digit of a product does for its carry, has no prior, and is meant to have none).
 
 The designs follow the paper's principles (App. E): (1) open the interaction that the task is made of,
 (2) close the shortcut that fits the seen part only, (3) give heads different roles, (4) let layers
@@ -17,6 +17,7 @@ token i, f the function that a task asks for; a support is what its Fig. 2 draws
 import itertools
 
 import torch
+import torch.nn.functional as F
 
 
 def to_mask(support, open=10.0, closed=-10.0):
@@ -146,6 +147,7 @@ BOOLEAN_ALONE = BOOLEAN | {"threesym": threesym_alone_support}
 
 
 # -- arithmetic: operands of n digits, a_k and b_k being those of significance k (0 the lowest) ----
+# All take the same arguments, though only sequences can be reversed, so that a script can call any.
 
 
 def addition_support(digits, depth, heads, reverse=False):
@@ -293,7 +295,8 @@ def distance_mask(tokens, slopes):
 
     slopes: one for each head. The paper has 10 in every head, as log sigmoid(10 M) with M = -distance; here
     the 10 is in M itself, which then moves by the learning rate as all of M does, and not ten times as fast.
-    log sigmoid(-s d) is -s d from a few nats on, so that a fixed M is ALiBi (arXiv 2108.12409).
+    log sigmoid(-x) is -x a few nats down, but falls half as fast near 0: steep slopes, fixed, are ALiBi
+    (arXiv 2108.12409), gentle ones about half of it. `alibi` in train_lm.py leaves out log sigmoid.
 
     >>> distance_mask(3, [2.0])[0].tolist()
     [[-0.0, -0.0, -0.0], [-2.0, -0.0, -0.0], [-4.0, -2.0, -0.0]]
@@ -312,6 +315,23 @@ def geometric_slopes(heads):
 
 
 # -- controls -------------------------------------------------------------------------------------
+
+
+def place(attention, init, mask):
+    """Give a MaskedAttention what the name of an init says of it; a name that says nothing of masks, nothing.
+
+    mask: the prior's logits. mask, mask-...: M, learnable unless frozen or hard (-inf has no gradient);
+    mask-zero: M = 0; bias: the same start without log sigmoid; svd-frozen, opt-frozen: query and key not trained.
+    """
+    if init == "mask-zero":
+        attention.set_mask(torch.zeros_like(mask))
+    elif init == "bias":
+        attention.set_mask(F.logsigmoid(mask), squash=False)
+    elif init.startswith("mask"):
+        attention.set_mask(mask, learnable=init not in ("mask-frozen", "mask-hard"))
+    elif init.endswith("frozen"):
+        attention.query.requires_grad_(False)
+        attention.key.requires_grad_(False)
 
 
 def shuffled(support, generator, causal=False):

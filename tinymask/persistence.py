@@ -19,12 +19,14 @@ def attention_maps(model, inputs):
 
 def snapshot(model, inputs):
     """What is compared before and after training: attention maps and mask logits, a list of each, one a layer."""
+    # the rule of transformer.masks, written again so that this file needs only torch
     logits = [p.detach().cpu().clone() for name, p in model.named_parameters() if name.split(".")[-1] == "mask"]
     return attention_maps(model, inputs), logits
 
 
 def measures(first, last, supports=None, causal=False):
-    """What a result line says of two snapshots; without supports, nothing about the attention on them."""
+    """What a result line says of two snapshots: support_mass_init and _final (lists of floats, one a layer, left
+    out without supports), attention_shift (a float), mask_drift (a float, None without masks)."""
     mass = {} if supports is None else {
         "support_mass_init": support_mass(first[0], supports, causal),
         "support_mass_final": support_mass(last[0], supports, causal),

@@ -4,6 +4,8 @@ One colour for one init, in every figure of the project.
 """
 import warnings
 
+import numpy
+
 from tinymask.runs import fail
 
 COLOURS = {
@@ -170,8 +172,6 @@ def _band(ax, x, rows, init):
 
 
 def _mean_std(rows):
-    import numpy
-
     rows = numpy.array(rows, dtype=float)
     return rows.mean(axis=0), rows.std(axis=0, ddof=1) if len(rows) > 1 else 0 * rows[0]
 

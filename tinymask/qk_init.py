@@ -6,8 +6,9 @@ comparison: a mask keeps the structure apart from the content, these do not.
 
 To be a fair rival the pattern must really be there at step 0, in every layer. The published methods solve
 for it on position codes alone (svd: arXiv 2505.19985; opt: arXiv 2401.12511, 2404.01139), but what a layer
-reads is a sum of token and position, normalised, and further down the output of other layers. So both
-functions here take the inputs X that the layer really sees, on a batch of the task's own points.
+reads is a sum of token and position, normalised, and further down the output of other layers. So `svd` and
+`opt` here take the inputs X that the layer really sees, on a batch of the task's own points; `impulse` and
+`mimetic` are as published.
 
 Shapes: B batch, N tokens, D width, H heads, Dh head width. The paper's symbols: its W_Q and W_K, (D, d) for a
 head, are transposed slices of `attention.query.weight` and `attention.key.weight`, its d is Dh, its X is x.
@@ -91,8 +92,8 @@ def mimetic(attention, generator, query_key=0.7, value_out=0.4, sign=-1):
         W_Q W_K^T ~ c Z + c I  for each head,  W_V W_O ~ c Z + sign c I  for all heads together
 
     with c = query_key and c = value_out; Z has uniform entries of variance 1/D. Each is factored by an SVD
-    and cut to the rank there is. sign -1 is for vision; for language both are positive and the
-    query-key part is negative (query_key < 0 turns both its terms).
+    and cut to the rank there is. For vision sign is -1; for language it is +1 and query_key is negative, which
+    turns both terms of that product.
     """
     heads, dim = attention.heads, attention.query.in_features
     head_dim = attention.query.out_features // heads
@@ -129,18 +130,22 @@ def impulse(attention, positions, support, norm=7.0):
     _write(attention, left[:, :, :head_dim] * root, right.transpose(1, 2)[:, :, :head_dim] * root)
 
 
-def apply_layerwise(method, model, ids, supports):
-    """Set query and key of every layer of an Encoder or GPT by `svd` or `opt`, first layer first.
+def apply_layerwise(method, model, inputs, supports):
+    """Set query and key of every layer of a model by `svd` or `opt`, first layer first.
 
-    Each layer is solved on what the layers before it, already set, make of ids (B, N). supports: one
-    for each layer. Nothing else in the model changes.
+    Each layer is solved on what the layers before it, already set, make of inputs: token ids (B, N), or
+    images (B, 3, S, S) for a ViT; without dropout and drop path. supports: one for each layer. Nothing else
+    in the model changes.
     """
+    training = model.training
+    model.eval()
     with torch.no_grad():
-        x = model.embed(ids)
+        x = model.embed(inputs)
     for block, support in zip(model.transformer.blocks, supports, strict=True):
         method(block.attention, block.norm1(x).detach(), support)
         with torch.no_grad():
             x = block(x)
+    model.train(training)
 
 
 def _write(attention, query, key):

@@ -71,12 +71,9 @@ def parser(script, description, tasks, inits, presets, flag="tasks", rows=4):
 
     flag: what tasks are called; by default all of them run, with the first `rows` of inits.
     """
-    flags = argparse.ArgumentParser(
-        prog=script, description=description, allow_abbrev=False,
-        epilog="\n".join(f"preset {name}: " + ", ".join(f"{flag} {value}" for flag, value in preset.items())
-                         for name, preset in presets.items()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    flags = argparse.ArgumentParser(prog=script, description=description, allow_abbrev=False, epilog="",
+                                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    describe_presets(flags, presets)
     flags.error = fail  # one line, without the usage
     add = flags.add_argument
     add("--preset", choices=list(presets), default="small", help="small: minutes on two cores; paper: its settings")
@@ -100,6 +97,13 @@ def parser(script, description, tasks, inits, presets, flag="tasks", rows=4):
     add("--resume", action="store_true", help="skip finished runs, go on inside unfinished ones")
     add("--plot", action="store_true", help="draw figures from the results (extra plot: matplotlib)")
     return flags
+
+
+def describe_presets(flags, presets):
+    """Add what presets say, name -> {flag: value}, to the end of --help."""
+    for name, preset in presets.items():
+        values = ", ".join(f"{option.replace('_', '-')} {value}" for option, value in preset.items())
+        flags.epilog += f"preset {name}: {values}\n"
 
 
 def parse(flags, argv, presets, smoke):
@@ -202,7 +206,7 @@ def generator(seed, purpose):
 
 
 def cosine(step, steps, warmup=20):
-    """Factor on the learning rate: linear for `warmup` steps, then half a cosine down to 0 at `steps`."""
+    """Factor on the learning rate: half a cosine from 1 to 0 at `steps`, times a linear rise over `warmup` steps."""
     return min(1.0, (step + 1) / max(1, warmup)) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
@@ -253,6 +257,13 @@ def mean_std(values, digits=4):
         return "-"
     text = f"{statistics.fmean(values):.{digits}f}"
     return text if len(values) == 1 else f"{text} +- {statistics.stdev(values):.{digits}f}"
+
+
+def mass_cell(metrics):
+    """'start -> end': support mass of the layer that keeps least, over seeds; '-' where a layer has none."""
+    least = [[None if None in m[f"support_mass_{when}"] else min(m[f"support_mass_{when}"]) for m in metrics]
+             for when in ("init", "final")]
+    return " -> ".join(mean_std(values, 2) for values in least)
 
 
 def table(header, rows):

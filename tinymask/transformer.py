@@ -23,7 +23,7 @@ import torch.nn as nn
 from tinymask.attention import MaskedAttention
 
 
-def drop_path(x, probability, training):
+def drop_branch(x, probability, training):
     """A residual branch left out for whole examples, and scaled up for the others (arXiv 1603.09382). (B, N, D)."""
     if not training or probability == 0:
         return x
@@ -34,9 +34,9 @@ def drop_path(x, probability, training):
 class Block(nn.Module):
     """Pre-norm transformer block, (B, N, D) -> (B, N, D)."""
 
-    def __init__(self, dim, heads, head_dim=None, mlp_dim=None, causal=False, bias=True, drop=0.0, dropout=0.0):
+    def __init__(self, dim, heads, head_dim=None, mlp_dim=None, causal=False, bias=True, drop_path=0.0, dropout=0.0):
         super().__init__()
-        mlp_dim, self.drop = mlp_dim or 4 * dim, drop
+        mlp_dim, self.drop_path = mlp_dim or 4 * dim, drop_path
         self.dropout = nn.Dropout(dropout)
         self.norm1 = nn.LayerNorm(dim)
         self.attention = MaskedAttention(dim, heads, head_dim, causal=causal, bias=bias)
@@ -45,22 +45,23 @@ class Block(nn.Module):
 
     def forward(self, x, return_attention=False):
         mixed, attention = self.attention(self.norm1(x), return_attention=True)
-        x = x + drop_path(self.dropout(mixed), self.drop, self.training)
-        x = x + drop_path(self.dropout(self.mlp(self.norm2(x))), self.drop, self.training)
+        x = x + drop_branch(self.dropout(mixed), self.drop_path, self.training)
+        x = x + drop_branch(self.dropout(self.mlp(self.norm2(x))), self.drop_path, self.training)
         return (x, attention) if return_attention else x
 
 
 class Transformer(nn.Module):
     """`depth` blocks and a last layer norm, (B, N, D) -> (B, N, D).
 
-    bias: whether query, key, value and out have biases (the MLP always has). drop: of the last block's
-    branches, see `drop_path`; it grows from 0 in the first block. dropout: of single numbers in every branch.
+    head_dim None: dim // heads; mlp_dim None: 4 dim. bias: whether query, key, value and out have biases (the MLP
+    always has). drop_path: of the last block's branches, see `drop_branch`; it grows from 0 in the first block.
+    dropout: of single numbers in every branch.
     """
 
-    def __init__(self, dim, depth, heads, head_dim=None, mlp_dim=None, causal=False, bias=True, drop=0.0,
-                 dropout=0.0):
+    def __init__(self, dim, depth, heads, head_dim=None, mlp_dim=None, causal=False, bias=True,
+                 drop_path=0.0, dropout=0.0):
         super().__init__()
-        rates = torch.linspace(0, drop, depth).tolist()
+        rates = torch.linspace(0, drop_path, depth).tolist()
         self.blocks = nn.ModuleList(Block(dim, heads, head_dim, mlp_dim, causal, bias, rate, dropout) for rate in rates)
         self.norm = nn.LayerNorm(dim)
 
@@ -117,11 +118,11 @@ class ViT(nn.Module):
     side S and patch: pixels; the image is cut into (S / patch)^2 tokens, row by row. pooling "mean" or
     "cls" (a learned token in front, with a position of its own). positions "learned", or "sincos", fixed.
     ViT-Tiny is dim 192, depth 12, heads 3, patch 16 at 224. Raises ValueError for a side that patch does
-    not divide, a dim that heads does not divide, another pooling or other positions.
+    not divide, a dim that heads (with sincos: 4) does not divide, another pooling or other positions.
     """
 
-    def __init__(self, side, patch, classes, dim=192, depth=12, heads=3, head_dim=None, mlp_dim=None,
-                 pooling="cls", positions="learned", drop=0.0):
+    def __init__(self, side, patch, classes, dim=192, depth=12, heads=3, pooling="cls", positions="learned",
+                 drop_path=0.0):
         super().__init__()
         if side % patch:
             raise ValueError(f"side {side} is not a multiple of patch {patch}")
@@ -129,7 +130,6 @@ class ViT(nn.Module):
             raise ValueError(f"pooling is 'mean' or 'cls', got {pooling!r}")
         if positions not in ("learned", "sincos"):
             raise ValueError(f"positions are 'learned' or 'sincos', got {positions!r}")
-        self.pooling = pooling
         self.patch = nn.Conv2d(3, dim, patch, stride=patch)
         self.cls = nn.Parameter(torch.zeros(1, dim)) if pooling == "cls" else None
         if positions == "learned":
@@ -137,7 +137,7 @@ class ViT(nn.Module):
         else:
             codes = sincos(side // patch, dim)
             self.register_buffer("position", torch.cat([torch.zeros(int(pooling == "cls"), dim), codes]))
-        self.transformer = Transformer(dim, depth, heads, head_dim, mlp_dim, drop=drop)
+        self.transformer = Transformer(dim, depth, heads, drop_path=drop_path)
         self.head = nn.Linear(dim, classes)
 
     def embed(self, images):
@@ -169,11 +169,11 @@ def sincos(side, dim):
 class GPT(nn.Module):
     """A causal language model with learned positions: (B, N) token ids, N <= block -> logits (B, N, V)."""
 
-    def __init__(self, vocabulary, block, dim, depth, heads, head_dim=None, mlp_dim=None, bias=True, dropout=0.0):
+    def __init__(self, vocabulary, block, dim, depth, heads, head_dim=None, mlp_dim=None, dropout=0.0):
         super().__init__()
         self.token = nn.Embedding(vocabulary, dim)
         self.position = nn.Parameter(torch.zeros(block, dim))
-        self.transformer = Transformer(dim, depth, heads, head_dim, mlp_dim, causal=True, bias=bias, dropout=dropout)
+        self.transformer = Transformer(dim, depth, heads, head_dim, mlp_dim, causal=True, dropout=dropout)
         self.head = nn.Linear(dim, vocabulary)
 
     def embed(self, ids):
