@@ -263,6 +263,10 @@ def boolean_headlines():
         papers = [f"{paper:g}" if index else f"{100 * paper:.2f}" for paper in papers]
         rows.append(headline(task, [groups[task, init] for init in MAIN[:4]], metric, papers,
                              f"train_gotu.py --tasks {task} --seeds 10", **form))
+    whole = by(lines_of("gotu-paper.jsonl"), "init")
+    rows.insert(1, headline("2parity, the paper's model", [whole.get((init,), []) for init in MAIN[:4]], "acc_all",
+                            ["75.00", "75.00", "75.00", "100.00"],
+                            "train_gotu.py --preset paper --tasks 2parity --inits default mask"))
     return rows
 
 
@@ -271,26 +275,27 @@ def arith_headlines():
                                     for name in ("", "-splits", "-paper", "-sequence"))
     addition, rows = "train_arith.py --tasks add", []
 
-    def one(label, groups, key, command, papers=("",) * 4, other=None):
-        these = [groups.get((*key, init)) or groups.get((*(other or key), init), []) for init in MAIN[:4]]
+    def one(label, groups, key, command, papers=("",) * 4):
+        these = [groups.get((*key, init), []) for init in MAIN[:4]]
         rows.append(headline(label, these, "exact_match", papers, command))
 
     of = {task: [f"{100 * train_arith.PAPER[task, init][0]:.2f}" for init in MAIN[:4]] for task in train_arith.TASKS}
-    whole = f"{addition} --preset paper --bf16"
-    one("addition, 0.4 %, the paper's model", paper, ("add", 0.004, ""), f"{whole} --seeds 3", of["add"])
-    one("the same, tokens at 1", paper, ("add", 0.004, "--token-std 1"), f"{whole} --token-std 1", of["add"])
-    mean_of = "--readout mean --token-std 1 --position-std 1"
-    one("the same, read from the mean, both at 1", paper, ("add", 0.004, mean_of), f"{whole} {mean_of} --seeds 3")
-    one("addition, 0.05 %", few, ("add", 0.0005, ""), f"{addition} --fraction 0.0005 --seeds 3")
-    one("the same, other pairs", splits, ("add", 0.0005, ""),
+    whole, mean_of = f"{addition} --preset paper --bf16", "--readout mean --token-std 1 --position-std 1"
+    one("add, 4,000 pairs, the paper's model", paper, ("add", 0.004, ""), f"{whole} --seeds 3", of["add"])
+    one("add, 4,000, tokens 1, positions 0.02", paper, ("add", 0.004, "--token-std 1"), f"{whole} --token-std 1",
+        of["add"])
+    one("add, 4,000, both 1, mean readout", paper, ("add", 0.004, mean_of), f"{whole} {mean_of} --seeds 3")
+    one("add, 500 pairs", few, ("add", 0.0005, ""), f"{addition} --fraction 0.0005 --seeds 3")
+    one("add, 500 pairs, three splits", splits, ("add", 0.0005, ""),
         f"{addition} --fraction 0.0005 --split 1 --first-seed 1")
-    one("addition, 0.1 %", few, ("add", 0.001, ""), f"{addition} --fraction 0.001 --seeds 3")
-    one("addition, 0.1 %, digit after digit", sequence, ("add", 0.001, "--mode autoregressive --order plain"),
+    one("add, 1,000 pairs", few, ("add", 0.001, ""), f"{addition} --fraction 0.001 --seeds 3")
+    one("add, 1,000, digit after digit", sequence, ("add", 0.001, "--mode autoregressive --order plain"),
         f"{addition} --mode autoregressive --fraction 0.001 --seeds 3")
-    one("the same, lowest digit first", sequence, ("add", 0.001, "--mode autoregressive --order reversed"),
+    one("add, 1,000, lowest digit first", sequence, ("add", 0.001, "--mode autoregressive --order reversed"),
         f"{addition} --mode autoregressive --order reversed --fraction 0.001 --seeds 3")
-    one("multiplication, 3 %, the paper's model", paper, ("mul", 0.03, ""),
-        "train_arith.py --tasks mul --preset paper --bf16", of["mul"], other=("mul", 0.03, "--position-std 1"))
+    whole = "train_arith.py --tasks mul --preset paper --bf16"
+    one("mul, 30,000 pairs, the paper's model", paper, ("mul", 0.03, ""), whole, of["mul"])
+    one("mul, 30,000 pairs, both 1", paper, ("mul", 0.03, "--position-std 1"), f"{whole} --position-std 1", of["mul"])
     return rows
 
 
@@ -370,7 +375,7 @@ def facts():
 TABLES = {  # how a table's header begins -> its rows
     "| script | runs by default |": default_rows,
     "| task | default | svd |": boolean_headlines,
-    "| task, share shown |": arith_headlines,
+    "| task, pairs shown |": arith_headlines,
     "| set | default |": vit_headlines,
     "| text | default |": lm_headlines,
     "| init | Boolean |": control_headlines,

@@ -27,6 +27,8 @@ import torch.nn.functional as F
 def attend(query, key, value, mask=None, causal=False, squash=True):
     """The formula, unchecked; arguments as in `masked_attention`. Returns output (B, H, N, Dh), weights (B, H, N, N).
 
+    Both have value's dtype, also where a float32 mask meets queries in half precision.
+
     >>> x = torch.ones(1, 1, 2, 4)                            # equal tokens: the mask alone decides
     >>> swap = torch.tensor([[-10.0, 10.0], [10.0, -10.0]])
     >>> attend(x, x, x, swap)[1][0, 0, 0].round(decimals=4).tolist()

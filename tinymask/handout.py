@@ -15,7 +15,7 @@ from tinymask import runs
 ROOT = Path(__file__).resolve().parent.parent
 EXERCISES = [  # (title, functions as module.name, what to think of, the command that grades)
     ("Attention with a mask", ["attention.attend"],
-     "The mask is added to the logits as log sigmoid(M), before the softmax. What must never happen to a row?",
+     "The mask is added to the logits as log sigmoid(M), before the softmax. What is log(sigmoid(-120)) in float32?",
      "tests/test_attention.py"),
     ("The theorem", ["theory.attention_row", "theory.dp_dz", "theory.dp_dq", "theory.dp_dk", "theory.dp_dm",
                      "theory.bounds", "theory.dloss_dm"],
@@ -38,7 +38,7 @@ EXERCISES = [  # (title, functions as module.name, what to think of, the command
      "Where does the carry come from, and how many layers does 999 + 1 need?",
      "tests/test_arithmetic.py tests/test_priors.py -k 'arithmetic or addition or digit_that_matters'"),
     ("Nearness", ["mask_priors.distance_mask", "mask_priors.geometric_slopes"],
-     "Far back, log sigmoid(-s d) is -s d: which published method is this mask, if it is not trained?",
+     "A few nats down, log sigmoid(-x) is -x: which published method is a steep mask, if it is not trained?",
      "tests/test_priors.py -k distance"),
 ]
 LEFT_OUT = (".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "data", "*handout*")
