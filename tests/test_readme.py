@@ -7,6 +7,7 @@ import json
 import re
 import statistics
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -496,6 +497,15 @@ def test_reference_runs_are_ten_seeds_of_the_default_settings():
 def test_the_cost_of_a_mask_in_the_readme_is_the_committed_measurement():
     printed = (ROOT / "results" / "bench.txt").read_text(encoding="utf-8").splitlines()
     assert len(printed) == 15 and all("    " + line in README.splitlines() for line in printed)
+
+
+def test_the_snippets_run():
+    blocks = re.findall(r"(?:^ {4,}\S.*\n)+", PAGES[0].read_text(encoding="utf-8"), re.MULTILINE)
+    code = [textwrap.dedent(block) for block in blocks if block.lstrip().startswith(("import torch", "from tinymask"))]
+    names = {}
+    exec("\n".join(code), names)
+    assert len(code) == 3 and names["output"].shape == (8, 3, 15, 16)
+    assert names["boolean"].fourier_coefficients(names["mdi"])[:4].tolist() == pytest.approx([-1, 1, 1, 0], abs=1e-5)
 
 
 def test_every_flag_in_the_readme_exists():
