@@ -56,9 +56,8 @@ def test_a_run_is_repeatable_bit_for_bit_and_inits_share_weights_and_batches(tmp
         assert torch.equal(states[0][name], states[2][name])
 
 
-@pytest.mark.parametrize("rate", ["1e4", "1e10"])
-def test_a_mask_that_diverges_is_recorded_and_the_other_runs_go_on(rate, tmp_path):
-    results = tiny(tmp_path, "--tasks", "2parity", "--inits", "mask", "bias", "--steps", "40", "--lr", rate)
+def test_a_mask_that_diverges_is_recorded_and_the_other_runs_go_on(tmp_path):
+    results = tiny(tmp_path, "--tasks", "2parity", "--inits", "mask", "bias", "--steps", "40", "--lr", "1e10")
     assert len(lines(tmp_path)) == 2 and all(r["diverged"] for r in results)
     assert all(r["metrics"]["acc_all"] is None for r in results if r["metrics"]["mse_all"] is None)
 
