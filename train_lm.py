@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from tinymask import mask_priors, pictures, qk_init, records, runs, text
+from tinymask import mask_priors, parallel, pictures, qk_init, records, runs, text
 from tinymask.fetch import fetch
 from tinymask.persistence import measures, snapshot
 from tinymask.transformer import GPT, generate, init_weights, parameter_counts, parameter_groups
@@ -235,7 +235,7 @@ def main(argv=None):
     args_of = {name: settings(argv, name) for name in names}
     if common.plot:
         pictures.pyplot()  # a missing matplotlib is said before the training, not after it
-    rank, world, device = runs.start_processes(common.device, common.batch_size)
+    rank, world, device = parallel.start(common.device, common.batch_size)
     if common.bf16 and device.type != "cuda":
         runs.fail(f"--bf16: only on CUDA, this is {device}")
     if rank > 0:
@@ -273,7 +273,7 @@ def main(argv=None):
         model = build(args, init, seed, text.vocabulary_size(tokeniser)).to(device)
         few = val[None, : args.block].to(device)
         before = snapshot(model, few)
-        parallel = model if world == 1 else torch.nn.parallel.DistributedDataParallel(model)
+        shared = model if world == 1 else torch.nn.parallel.DistributedDataParallel(model)
 
         # optimiser: the mask is a group of its own, without weight decay
         optimizer = torch.optim.AdamW(parameter_groups(model, args.lr, args.mask_lr, args.weight_decay))
@@ -290,12 +290,12 @@ def main(argv=None):
             inputs, targets = (part.to(device) for part in text.batch(train, args.block, args.batch_size, batches))
             torch.manual_seed(torch.randint(2**31, (1,), generator=batches).item() + rank)  # for dropout
             with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
-                logits = parallel(inputs[rank::world])
+                logits = shared(inputs[rank::world])
             loss = F.cross_entropy(logits.float().flatten(0, 1), targets[rank::world].flatten())
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            loss, step = runs.agree(loss), step + 1
+            loss, step = parallel.agree(loss), step + 1
             bar.update()
             diverged = not math.isfinite(loss.item())
             if step * EVALUATIONS // args.steps > (step - 1) * EVALUATIONS // args.steps:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from tinymask import images, mask_priors, pictures, qk_init, records, runs
+from tinymask import images, mask_priors, parallel, pictures, qk_init, records, runs
 from tinymask.fetch import fetch
 from tinymask.persistence import measures, snapshot
 from tinymask.transformer import ViT, init_weights, parameter_counts, parameter_groups
@@ -226,7 +226,7 @@ def main(argv=None):
     args_of = {dataset: settings(argv, dataset) for dataset in common.dataset}
     if common.plot:
         pictures.pyplot()  # a missing matplotlib is said before the training, not after it
-    rank, world, device = runs.start_processes(common.device, common.batch_size)
+    rank, world, device = parallel.start(common.device, common.batch_size)
     if common.bf16 and device.type != "cuda":
         runs.fail(f"--bf16: only on CUDA, this is {device}")
     if common.eval_only is not None and not Path(common.eval_only).is_file():
@@ -268,7 +268,7 @@ def main(argv=None):
         model, supports = build(args, dataset, init, seed, to_input(args, x[:FEW]))
         model.to(device)
         before = snapshot(model, few)
-        parallel = model if world == 1 else torch.nn.parallel.DistributedDataParallel(model)
+        shared = model if world == 1 else torch.nn.parallel.DistributedDataParallel(model)
 
         # optimiser: the mask is a group of its own, without weight decay
         optimizer = torch.optim.AdamW(parameter_groups(model, args.lr, args.mask_lr, args.weight_decay))
@@ -286,12 +286,12 @@ def main(argv=None):
             inputs, targets = augmented(args, x[batch].to(device), labels[batch].to(device), CLASSES[dataset], batches)
             torch.manual_seed(torch.randint(2**31, (1,), generator=batches).item() + rank)  # for drop path
             with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
-                logits = parallel(inputs[rank::world])
+                logits = shared(inputs[rank::world])
             loss = F.cross_entropy(logits.float(), targets[rank::world])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            loss, step = runs.agree(loss), step + 1
+            loss, step = parallel.agree(loss), step + 1
             bar.update()
             diverged = not math.isfinite(loss.item())
             if step * EVALUATIONS // args.steps > (step - 1) * EVALUATIONS // args.steps:

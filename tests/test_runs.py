@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tinymask import Encoder, records, runs
+from tinymask import Encoder, parallel, records, runs
 from tinymask.transformer import parameter_groups
 
 pytestmark = pytest.mark.gotu
@@ -189,9 +189,9 @@ def test_mean_std_and_table():
 
 def test_a_world_size_without_torchrun_is_one_process(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "")
-    assert runs.start_processes("cpu", 3)[:2] == (0, 1)
+    assert parallel.start("cpu", 3)[:2] == (0, 1)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert runs.start_processes("cpu", 3)[:2] == (0, 1)
+    assert parallel.start("cpu", 3)[:2] == (0, 1)
 
 
 @pytest.mark.parametrize("values", [("0", "0", "x"), ("0", "0", "0"), ("5", "0", "2"), ("0", "0", "2")], ids=" ".join)
@@ -201,7 +201,7 @@ def test_a_torchrun_environment_that_is_none(values, monkeypatch, capsys):
     for name, value in zip(("RANK", "LOCAL_RANK", "WORLD_SIZE"), values):
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as stop:
-        runs.start_processes("cpu", 4)
+        parallel.start("cpu", 4)
     assert stop.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1
 
 

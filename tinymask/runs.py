@@ -3,7 +3,6 @@
 Functions only, and none of them takes a loop body: the training loops stand in the scripts.
 """
 import argparse
-import datetime
 import hashlib
 import math
 import os
@@ -14,7 +13,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 _interrupted, _ready = [], []  # Ctrl-C was pressed; there is something to save
 
@@ -137,40 +135,6 @@ def pick_device(name):
     return chosen
 
 
-def start_processes(name, batch_size):
-    """(rank, processes, device). Under torchrun each process has its share of every batch."""
-    if not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys() or os.environ["WORLD_SIZE"] == "1":
-        return 0, 1, pick_device(name)
-    try:
-        rank, local, world = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-        if not (0 <= rank < world and local >= 0):
-            raise ValueError(f"rank {rank} of {world}")
-    except ValueError as error:
-        fail(f"RANK, LOCAL_RANK, WORLD_SIZE in the environment, which torchrun sets: {error}")
-    if batch_size % world:
-        fail(f"--batch-size {batch_size} is not a multiple of {world} processes")
-    cuda = pick_device(name).type == "cuda"
-    device = pick_device(f"cuda:{local}" if cuda else "cpu")
-    if not dist.is_initialized():
-        patience = datetime.timedelta(hours=12)  # the others wait while the first decodes or downloads
-        try:
-            dist.init_process_group("nccl" if cuda else "gloo", timeout=patience)
-        except (ValueError, RuntimeError) as error:
-            fail(f"torchrun: {first_line(error)}")
-    return dist.get_rank(), world, device
-
-
-def agree(loss):
-    """Under torchrun, after a step: the mean loss of all processes; Ctrl-C in one of them is one in all."""
-    if not dist.is_initialized():
-        return loss
-    both = torch.stack([loss.detach() / dist.get_world_size(), torch.full_like(loss.detach(), float(interrupted()))])
-    dist.all_reduce(both)
-    if both[1] > 0 and not interrupted():
-        _interrupted.append(True)
-    return both[0]
-
-
 def open_out(path):
     """Make the folder of --out and write to it, before any training. Returns its Path."""
     folder = Path(path)
@@ -210,6 +174,11 @@ def cosine(step, steps, warmup=20):
     return min(1.0, (step + 1) / max(1, warmup)) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
+def interrupt():
+    """What Ctrl-C does: every loop finishes its step, saves and leaves."""
+    _interrupted.append(True)
+
+
 def interrupted():
     """True once Ctrl-C was pressed in training: a loop then finishes its step, saves and leaves with status 130."""
     return bool(_interrupted)
@@ -221,7 +190,7 @@ def command(main):
     def stop(signum, frame):
         if not _ready:
             raise KeyboardInterrupt
-        _interrupted.append(signum)
+        interrupt()
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C stops at once
 
     signal.signal(signal.SIGINT, stop)

@@ -1,0 +1,47 @@
+"""One run in several processes, under torchrun: who is who, and what they agree on.
+
+Each process has its share of every batch and the same weights; gradients are averaged by torch's
+DistributedDataParallel. Without torchrun there is one process, and nothing here does anything.
+"""
+import datetime
+import os
+
+import torch
+import torch.distributed as dist
+
+from tinymask import runs
+
+
+def start(name, batch_size):
+    """(rank, processes, device). Under torchrun each process has its share of every batch."""
+    if not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys() or os.environ["WORLD_SIZE"] == "1":
+        return 0, 1, runs.pick_device(name)
+    try:
+        rank, local, world = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+        if not (0 <= rank < world and local >= 0):
+            raise ValueError(f"rank {rank} of {world}")
+    except ValueError as error:
+        runs.fail(f"RANK, LOCAL_RANK, WORLD_SIZE in the environment, which torchrun sets: {error}")
+    if batch_size % world:
+        runs.fail(f"--batch-size {batch_size} is not a multiple of {world} processes")
+    cuda = runs.pick_device(name).type == "cuda"
+    device = runs.pick_device(f"cuda:{local}" if cuda else "cpu")
+    if not dist.is_initialized():
+        patience = datetime.timedelta(hours=12)  # the others wait while the first decodes or downloads
+        try:
+            dist.init_process_group("nccl" if cuda else "gloo", timeout=patience)
+        except (ValueError, RuntimeError) as error:
+            runs.fail(f"torchrun: {runs.first_line(error)}")
+    return dist.get_rank(), world, device
+
+
+def agree(loss):
+    """Under torchrun, after a step: the mean loss of all processes; Ctrl-C in one of them is one in all."""
+    if not dist.is_initialized():
+        return loss
+    share = loss.detach() / dist.get_world_size()
+    both = torch.stack([share, torch.full_like(share, float(runs.interrupted()))])
+    dist.all_reduce(both)
+    if both[1] > 0 and not runs.interrupted():
+        runs.interrupt()
+    return both[0]
