@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from tqdm import tqdm
 
@@ -238,11 +237,7 @@ def main(argv=None):
     rank, world, device = parallel.start(common.device, common.batch_size)
     if common.bf16 and device.type != "cuda":
         runs.fail(f"--bf16: only on CUDA, this is {device}")
-    if rank > 0:
-        dist.barrier()  # the first process downloads
-    data = {name: load(args, name) for name, args in args_of.items()}  # missing files are said now, too
-    if rank == 0 and world > 1:
-        dist.barrier()
+    data = parallel.first_alone(lambda: {name: load(args, name) for name, args in args_of.items()})
     for name, args in args_of.items():  # which text it is, for Pythons and files differ
         train, *others = (hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:12] for ids, _ in data[name][1])
         args.text, args.held_out = train, "-".join(others)

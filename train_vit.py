@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from tqdm import tqdm
 
@@ -231,11 +230,7 @@ def main(argv=None):
         runs.fail(f"--bf16: only on CUDA, this is {device}")
     if common.eval_only is not None and not Path(common.eval_only).is_file():
         runs.fail(f"--eval-only {common.eval_only}: no such file")
-    if rank > 0:
-        dist.barrier()  # the first process downloads and decodes
-    data = {dataset: load(args, dataset) for dataset, args in args_of.items()}  # missing files are said now, too
-    if rank == 0 and world > 1:
-        dist.barrier()
+    data = parallel.first_alone(lambda: {dataset: load(args, dataset) for dataset, args in args_of.items()})
     for dataset, args in args_of.items():
         args.data_hash = images.fingerprint(data[dataset])  # a run on other images is another run
     if common.eval_only is not None:

@@ -45,3 +45,13 @@ def agree(loss):
     if both[1] > 0 and not runs.interrupted():
         runs.interrupt()
     return both[0]
+
+
+def first_alone(load):
+    """What load() returns: called in the first process, which may download or decode, and then in the others."""
+    if dist.is_initialized() and dist.get_rank() > 0:
+        dist.barrier()
+    loaded = load()
+    if dist.is_initialized() and dist.get_rank() == 0:
+        dist.barrier()
+    return loaded
