@@ -235,7 +235,7 @@ def main(argv=None):
             runs.fail(f"--heads, --depth, {task}: {error}")
     device = runs.pick_device(common.device)
     out = runs.open_out(common.out)
-    finished = records.read_results(out, MEASURED) if common.resume else {}
+    finished = records.read_results(out, [*MEASURED, *records.MASSES], ["exact_match"]) if common.resume else {}
     print(f"device {device}, {torch.get_num_threads()} threads, torch {torch.__version__}, results in {out}")
     results = []
 

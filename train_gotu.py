@@ -195,7 +195,8 @@ def main(argv=None):
             runs.fail(f"--tasks {task} --inits {init}: {error}")
     device = runs.pick_device(common.device)
     out = runs.open_out(common.out)
-    finished = records.read_results(out, MEASURED) if common.resume else {}
+    wanted = [*MEASURED, *records.MASSES], ["mse_unseen", "support_mass"]
+    finished = records.read_results(out, *wanted) if common.resume else {}
     print(f"device {device}, {torch.get_num_threads()} threads, torch {torch.__version__}, results in {out}")
     probe = torch.randperm(2**common.bits, generator=runs.generator(0, "probe"))[:PROBE]
     few, results = probe[:256], []  # few: the inputs on which attention is looked at

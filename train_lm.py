@@ -243,7 +243,7 @@ def main(argv=None):
         args.text, args.held_out = train, "-".join(others)
     prompts = {name: encoded_prompt(args, data[name][0], data[name][1][0][0]) for name, args in args_of.items()}
     out = runs.open_out(common.out)
-    finished = records.read_results(out, MEASURED) if common.resume else {}
+    finished = records.read_results(out, MEASURED, ["bits_per_byte", "nll"]) if common.resume else {}
     if rank == 0:
         print(f"device {device}, {world} process(es), {torch.get_num_threads()} threads, torch {torch.__version__}, "
               f"results in {out}")

@@ -238,7 +238,7 @@ def main(argv=None):
         evaluate_only(args_of[dataset], dataset, common.inits[0], data[dataset], device)
         return []
     out = runs.open_out(common.out)
-    finished = records.read_results(out, MEASURED) if common.resume else {}
+    finished = records.read_results(out, [*MEASURED, *records.MASSES], ["top1"]) if common.resume else {}
     if rank == 0:
         print(f"device {device}, {world} process(es), {torch.get_num_threads()} threads, torch {torch.__version__}, "
               f"results in {out}")

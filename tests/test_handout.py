@@ -58,13 +58,34 @@ def test_a_target_that_is_there_is_one_line_and_stays(make, tmp_path, capsys):
 
 def test_a_copy_that_fails_leaves_nothing(tmp_path, capsys, monkeypatch):
     def broken(source, target, **options):
-        target.mkdir()
+        (target / "a").write_text("half", encoding="utf-8")
         raise handout.shutil.Error([("a", "b", "No space left on device")])
 
     monkeypatch.setattr(handout.shutil, "copytree", broken)
     with pytest.raises(SystemExit) as stop:
         handout.main([str(tmp_path / "new")])
     assert stop.value.code == 2 and "No space left" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_not_there_is_not_made(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        handout.main([str(tmp_path / "nosuch" / "new")])
+    assert stop.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1 and not list(tmp_path.iterdir())
+
+
+def test_a_long_name_and_a_checkout_that_is_read_only(tmp_path, monkeypatch):
+    source, target = tmp_path / "checkout", tmp_path / ("x" * 250)
+    (source / "tests").mkdir(parents=True)
+    (source / "tests" / "test_readme.py").touch()
+    (source / "tinymask").symlink_to(handout.ROOT / "tinymask")
+    for folder in (source / "tests", source):
+        folder.chmod(0o555)
+    monkeypatch.setattr(handout, "ROOT", source)
+    monkeypatch.setattr(handout, "EXERCISES", [])
+    handout.main([str(target)])
+    assert (target / "EXERCISES.md").exists() and not (target / "tests" / "test_readme.py").exists()
+    for folder in (source / "tests", source):
+        folder.chmod(0o755)
 
 
 @pytest.mark.slow

@@ -72,8 +72,13 @@ def test_key_depends_on_the_flags_of_the_run_only():
 
 
 def line(seed):
-    return json.dumps({"config": {"lr": 1.0}, "task": "t", "init": "i", "seed": seed, "metrics": {"loss": 1.5},
-                       "curve": [{"step": 1}], "diverged": False, "complete": True})
+    metrics = {"loss": 1.5} | dict.fromkeys(records.MASSES, [0.5, None])
+    return json.dumps({"config": {"lr": 1.0}, "task": "t", "init": "i", "seed": seed, "metrics": metrics,
+                       "curve": [{"step": 1, "exact_match": 0.5}], "diverged": False, "complete": True})
+
+
+def read(folder):
+    return records.read_results(folder, ["loss", *records.MASSES], ["exact_match"])
 
 
 def test_results_survive_a_write_that_was_cut_short(tmp_path):
@@ -82,7 +87,7 @@ def test_results_survive_a_write_that_was_cut_short(tmp_path):
     with open(path, "a", encoding="utf-8") as file:
         file.write(line(1)[:20])  # as a kill in the middle of a write leaves it
     records.append_line(path, line(2))
-    assert [result["seed"] for result in records.read_results(tmp_path, ["loss"]).values()] == [0, 2]
+    assert [result["seed"] for result in read(tmp_path).values()] == [0, 2]
 
 
 def test_full_disk_leaves_the_old_result_lines(tmp_path, monkeypatch, capsys):
@@ -141,12 +146,17 @@ def test_broken_checkpoint_is_one_line(content, tmp_path, capsys):
 
 def test_result_lines_that_are_not_whole_are_passed_over(tmp_path):
     for broken in (b"[]", b"null", b"[" * 100_000, line(1).replace("loss", "error").encode(),
-                   line(1).replace("1.5", '"1.5"').encode(), line(1).replace('[{"step": 1}]', "null").encode(),
+                   *(line(1).replace("1.5", other).encode() for other in ('"1.5"', "[1.5]", "1" + "0" * 400)),
+                   *(line(1).replace("[0.5, null]", other).encode() for other in ("[]", "null", '["a"]', "0.5")),
+                   *(line(1).replace('"exact_match": 0.5', other).encode()
+                     for other in ('"mse": 1', '"exact_match": ""')),
+                   *(line(1).replace('[{"step": 1, "exact_match": 0.5}]', other).encode()
+                     for other in ("null", '""', "[[]]")),
                    b'{"config": {}}', line(1).replace("true", "false").encode(), b"\xff"):
         with open(tmp_path / "results.jsonl", "ab") as file:
             file.write(broken + b"\n")
     records.append_line(tmp_path / "results.jsonl", line(2).replace('"t"', '"t\u2028"'))  # whole, to JSON
-    assert [result["seed"] for result in records.read_results(tmp_path, ["loss"]).values()] == [2]
+    assert [result["seed"] for result in read(tmp_path).values()] == [2]
 
 
 def test_auto_device_and_missing_devices(capsys):
@@ -229,3 +239,5 @@ def test_results_that_cannot_be_written_are_said_before_training(tmp_path, capsy
 def test_long_names_make_a_file_name():
     for name in ("x" * 250, "\N{GRINNING FACE}" * 60):
         assert len(records.run_key({"lr": 1}, name, "mask", 0).encode()) < 100
+    names = ["v?", "v\udcff", "v\udcfe", "x" * 60, "x" * 61, "x" * 60 + "y"]
+    assert len({records.short(name) for name in names}) == len(names) and records.short("v?") == "v?"

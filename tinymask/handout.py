@@ -8,6 +8,7 @@ import argparse
 import ast
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 from tinymask import runs
@@ -74,14 +75,16 @@ def make(target):
     """Write the handout into the folder `target`, which must not exist: made beside it, then moved there."""
     if os.path.lexists(target):
         raise FileExistsError(f"{target} is there already")
-    part = target.with_name(f"{target.name}.{os.getpid()}.part")
+    part = Path(tempfile.mkdtemp(dir=target.parent, prefix="handout-"))
 
     def left_out(folder, names):  # target itself, too, if it is inside the checkout
         patterns = shutil.ignore_patterns(*LEFT_OUT)(folder, names)
-        return patterns | {name for name in names if Path(folder, name).resolve() == part.resolve()}
+        return patterns | {name for name in names if os.path.realpath(Path(folder, name)) == os.path.realpath(part)}
 
     try:
-        shutil.copytree(ROOT, part, ignore=left_out, symlinks=True)
+        shutil.copytree(ROOT, part, ignore=left_out, symlinks=True, dirs_exist_ok=True, copy_function=shutil.copyfile)
+        for folder, _, _ in os.walk(part):
+            os.chmod(folder, 0o755)  # whatever they are in the checkout
         (part / "tests" / "test_readme.py").unlink()  # figures, not exercises
         for number, (_, names, _, _) in enumerate(EXERCISES, 1):
             for module, name in (dotted.split(".") for dotted in names):

@@ -197,8 +197,8 @@ def _decoded(files, cache, size):
     try:
         known = json.loads(state.read_text(encoding="utf-8"))
         whole = known["files"] == listing and data.stat().st_size == numpy.prod(shape)
-        done = known["done"] if whole and 0 <= known["done"] <= len(files) else 0
-    except (OSError, ValueError, KeyError, TypeError):
+        done = known["done"] if whole and type(known["done"]) is int and 0 <= known["done"] <= len(files) else 0
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         done = 0
     if done < len(files):
         cache.parent.mkdir(parents=True, exist_ok=True)

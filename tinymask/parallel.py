@@ -50,7 +50,10 @@ def agree(loss):
 def first_alone(load):
     """What load() returns: called in the first process, which may download or decode, and then in the others."""
     if dist.is_initialized() and dist.get_rank() > 0:
-        dist.barrier()
+        try:
+            dist.barrier()
+        except RuntimeError:
+            raise SystemExit(2) from None  # the first process has left, and said why
     loaded = load()
     if dist.is_initialized() and dist.get_rank() == 0:
         dist.barrier()

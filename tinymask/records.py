@@ -23,6 +23,7 @@ from tinymask.persistence import snapshot
 # flags that choose which runs are made, or where; a run is the same run whatever they say
 NOT_OF_THE_RUN = ("tasks", "dataset", "inits", "seeds", "first_seed", "out", "resume", "plot", "smoke", "device",
                   "data_dir", "download", "eval_only", "sample", "prompt", "temperature", "top_k", "data")
+MASSES = ("support_mass_init", "support_mass_final")
 PATHS = ("out", "data_dir", "data", "eval_only")  # not in a result line
 
 
@@ -37,8 +38,10 @@ def run_key(config, *names):
 
 
 def short(name):
-    """As much of a name as is safe in a file name: 60 bytes."""
-    return name.encode(errors="replace")[:60].decode(errors="ignore")
+    """A name that is safe in a file name: one that is too long, or no text, is cut and has a hash at its end."""
+    data = os.fsencode(name)
+    text = data[:60].decode(errors="ignore")
+    return text if text == name else f"{text}-{hashlib.sha256(data).hexdigest()[:8]}"
 
 
 def strict(value):
@@ -53,7 +56,8 @@ def strict(value):
 def peak_rss_mb():
     """The most memory that this process has had, in MB; None on Windows."""
     with contextlib.suppress(OSError, TypeError):  # Linux: getrusage would count what started this process, too
-        return round(int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text("ascii"))[1]) / 2**10, 1)
+        status = Path("/proc/self/status").read_text("utf-8", "replace")
+        return round(int(re.search(r"VmHWM:\s+(\d+)", status)[1]) / 2**10, 1)
     with contextlib.suppress(ImportError):
         import resource
 
@@ -96,10 +100,11 @@ def append_line(path, line):
         runs.fail(f"{path}: {error.strerror or error}; this run was not recorded", status=1)
 
 
-def read_results(folder, measured):
+def read_results(folder, measured, plotted):
     """Result lines of folder/results.jsonl by `run_key`, the newest of each; broken lines are passed over.
 
-    measured: names that the metrics must have; a line of an older version, without them, is passed over too.
+    measured, plotted: names that the metrics and the points of the curve must have, for tables and figures
+    read them; a line of another version, without them, is passed over too.
     """
     results, path = {}, folder / "results.jsonl"
     try:
@@ -109,9 +114,10 @@ def read_results(folder, measured):
     for line in lines:
         try:
             result = json.loads(line)
-            numbers = [value for name in measured for value in _flat(result["metrics"][name])]
-            if not (result["complete"] and result["diverged"] in (True, False) and all(map(dict, result["curve"]))
-                    and all(value is None or isinstance(value, (int, float)) for value in numbers)):
+            metrics, curve = result["metrics"], result["curve"]
+            if not (result["complete"] and result["diverged"] in (True, False) and isinstance(curve, list)
+                    and all(_is_measure(name, metrics[name]) for name in measured)
+                    and all(_is_measure(name, point[name]) for point in curve for name in ("step", *plotted))):
                 continue
             results[run_key(result["config"], result["task"], result["init"], result["seed"])] = result
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -119,9 +125,11 @@ def read_results(folder, measured):
     return results
 
 
-def _flat(value):
-    """A list as it is, anything else as the one entry of a list."""
-    return value if isinstance(value, list) else [value]
+def _is_measure(name, value):
+    """Whether a value is a number, or None where there was NaN; of support masses, a list of them, one a layer."""
+    values = value if name.startswith("support_mass") else [value]
+    return isinstance(values, list) and len(values) > 0 and all(
+        number is None or isinstance(number, (int, float)) and abs(number) < 1e300 for number in values)
 
 
 # -- checkpoints ------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def parser(script, description, tasks, inits, presets, flag="tasks", rows=4):
     add(f"--{flag}", nargs="+", choices=tasks, metavar="TASK", default=tasks, help="of: " + " ".join(tasks))
     add("--inits", nargs="+", choices=inits, metavar="INIT", default=inits[:rows],
         help=f"of: {' '.join(inits)} (default: {' '.join(inits[:rows])})")
-    add("--seeds", type=whole(1), default=1, metavar="N", help="how many seeds (default: 1)")
+    add("--seeds", type=whole(1, 10**6), default=1, metavar="N", help="how many seeds (default: 1)")
     add("--first-seed", type=whole(0), default=0, metavar="S", help="the first of them (default: 0)")
     add("--steps", type=whole(1), help="optimiser steps")
     add("--batch-size", type=whole(1, 2**20), help="examples a step")
