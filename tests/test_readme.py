@@ -295,7 +295,8 @@ def arith_headlines():
     one("add, 1,000, lowest digit first", sequence, ("add", 0.001, "--mode autoregressive --order reversed"),
         f"{addition} --mode autoregressive --order reversed --fraction 0.001 --seeds 3")
     whole = "train_arith.py --tasks mul --preset paper --bf16"
-    one("mul, 30,000 pairs, the paper's model", paper, ("mul", 0.03, ""), whole, of["mul"])
+    one("mul, 30,000 pairs, the paper's model", paper, ("mul", 0.03, ""), f"{whole} --seeds 3 --inits default mask",
+        of["mul"])
     one("mul, 30,000 pairs, both 1", paper, ("mul", 0.03, "--position-std 1"), f"{whole} --position-std 1", of["mul"])
     return rows
 
