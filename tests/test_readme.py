@@ -163,7 +163,7 @@ def arith_groups(name):
     """(task, fraction, flags, init) -> result lines of results/`name`."""
     groups = {}
     for r in lines_of(name):
-        flags = flags_of(r, train_arith, ("mode", "readout", "order", "token_std", "position_std"))
+        flags = flags_of(r, train_arith, ("mode", "readout", "order", "lr", "token_std", "position_std"))
         groups.setdefault((r["task"], r["config"]["fraction"], flags, r["init"]), []).append(r)
     return groups
 
@@ -211,8 +211,14 @@ def arith_control_rows(name="arith-controls.jsonl"):
 
 def arith_sequence_rows():
     """Autoregressive models at 0.1 %: one row for each order and init."""
-    return [row(flags.split()[-1], f"`{init}`", *arith_cells(these))
-            for (_, _, flags, init), these in arith_groups("arith-sequence.jsonl").items()]
+    return [row(these[0]["config"]["order"], f"{these[0]['config']['lr']:g}", f"`{init}`", *arith_cells(these))
+            for (_, _, _, init), these in arith_groups("arith-sequence.jsonl").items()]
+
+
+def arith_rate_rows():
+    """Addition at three times the rate: one row for each fraction and init."""
+    return [row(f"{100 * fraction:g} %", f"`{init}`", *arith_cells(these))
+            for (_, fraction, _, init), these in arith_groups("arith-rates.jsonl").items()]
 
 
 def steps_to(these, defaults, name, better):
@@ -272,8 +278,8 @@ def boolean_headlines():
 
 
 def arith_headlines():
-    few, splits, paper, sequence = (arith_groups(f"arith{name}.jsonl")
-                                    for name in ("", "-splits", "-paper", "-sequence"))
+    few, splits, rates, paper, sequence = (arith_groups(f"arith{name}.jsonl")
+                                           for name in ("", "-splits", "-rates", "-paper", "-sequence"))
     addition, rows = "train_arith.py --tasks add", []
 
     def one(label, groups, key, command, papers=("",) * 4):
@@ -289,11 +295,21 @@ def arith_headlines():
     one("add, 500 pairs", few, ("add", 0.0005, ""), f"{addition} --fraction 0.0005 --seeds 3")
     one("add, 500 pairs, three splits", splits, ("add", 0.0005, ""),
         f"{addition} --fraction 0.0005 --split 1 --first-seed 1")
+    one("add, 500 pairs, rate 0.003", rates, ("add", 0.0005, "--lr 0.003"),
+        f"{addition} --fraction 0.0005 --lr 3e-3 --seeds 3")
     one("add, 1,000 pairs", few, ("add", 0.001, ""), f"{addition} --fraction 0.001 --seeds 3")
+    one("add, 1,000 pairs, rate 0.003", rates, ("add", 0.001, "--lr 0.003"),
+        f"{addition} --fraction 0.001 --lr 3e-3 --seeds 3")
     one("add, 1,000, digit after digit", sequence, ("add", 0.001, "--mode autoregressive --order plain"),
         f"{addition} --mode autoregressive --fraction 0.001 --seeds 3")
+    one("add, 1,000, digit after digit, rate 0.003",
+        sequence, ("add", 0.001, "--mode autoregressive --order plain --lr 0.003"),
+        f"{addition} --mode autoregressive --fraction 0.001 --lr 3e-3 --seeds 3")
     one("add, 1,000, lowest digit first", sequence, ("add", 0.001, "--mode autoregressive --order reversed"),
         f"{addition} --mode autoregressive --order reversed --fraction 0.001 --seeds 3")
+    one("add, 1,000, lowest digit first, rate 0.003",
+        sequence, ("add", 0.001, "--mode autoregressive --order reversed --lr 0.003"),
+        f"{addition} --mode autoregressive --order reversed --fraction 0.001 --lr 3e-3 --seeds 3")
     whole = "train_arith.py --tasks mul --preset paper --bf16"
     one("mul, 30,000 pairs, the paper's model", paper, ("mul", 0.03, ""), f"{whole} --seeds 3 --inits default mask",
         of["mul"])
@@ -389,7 +405,8 @@ TABLES = {  # how a table's header begins -> its rows
     "| task | shown | init |": arith_rows,
     "| init, other pairs | exact match |": lambda: arith_control_rows("arith-splits.jsonl"),
     "| control | exact match |": arith_control_rows,
-    "| order | init |": arith_sequence_rows,
+    "| order | rate | init |": arith_sequence_rows,
+    "| shown, rate 0.003 | init |": arith_rate_rows,
     "| task | changed | init |": arith_paper_rows,
     "| set | init | top-1, last |": vit_rows,
     "| set | control |": lambda: vit_rows("vit-controls.jsonl"),
@@ -446,8 +463,8 @@ def test_reference_runs_are_whole_and_of_the_default_settings(script, name, seed
     assert default_runs(script, name, seeds)
 
 
-@pytest.mark.parametrize("name", ["arith-scale", "arith-paper", "arith-controls", "arith-sequence", "arith-splits",
-                                  "vit-controls", "lm-controls", "defaults"])
+@pytest.mark.parametrize("name", ["arith-scale", "arith-paper", "arith-rates", "arith-controls", "arith-sequence",
+                                  "arith-splits", "vit-controls", "lm-controls", "defaults"])
 def test_every_line_is_a_whole_run(name):
     assert all(r["complete"] and not r["diverged"] for r in lines_of(f"{name}.jsonl"))
 
