@@ -150,16 +150,12 @@ def build(args, init, seed, vocabulary):
         attention = block.attention
         if init == "mimetic":  # the signs of language
             qk_init.mimetic(attention, draws, query_key=-0.7, sign=1)
-        elif init == "mask-zero":
-            attention.set_mask(torch.zeros_like(mask))
         elif init == "alibi":
             attention.set_mask(mask, learnable=False, squash=False)
-        elif init == "bias":  # the logits of mask-slopes at the start
-            attention.set_mask(F.logsigmoid(mask), squash=False)
         elif init == "mask-shuffled":  # each token sees one past token, a random one in every layer and head
-            attention.set_mask(mask_priors.shuffled(mask, draws, causal=True))
-        elif init.startswith("mask"):
-            attention.set_mask(mask, learnable=init != "mask-frozen")
+            mask_priors.place(attention, init, mask_priors.shuffled(mask, draws, causal=True))
+        else:  # bias: the logits of mask-slopes at the start
+            mask_priors.place(attention, init, mask)
     return model
 
 

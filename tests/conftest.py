@@ -11,6 +11,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 
 @pytest.fixture
+def few_images(monkeypatch):
+    """The built-in sets of images, smaller."""
+    from tinymask import images
+
+    make = images.builtin
+    monkeypatch.setattr(images, "builtin", lambda relation: make(relation, train=100, test=70))
+
+
+@pytest.fixture
 def one_and_two_processes(tmp_path):
     """A function that runs a script with its flags by python and by torchrun, and gives the result lines of both."""
     def run(flags):

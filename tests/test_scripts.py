@@ -7,8 +7,9 @@ import train_arith
 import train_gotu
 import train_lm
 import train_vit
-from tinymask import images, runs
+from tinymask import runs
 
+pytestmark = pytest.mark.usefixtures("few_images")
 TINY = {  # one short run each; its task is the first one
     train_gotu: "--bits 9 --steps 8 --dim 12 --head-dim 4 --mlp-dim 48 --batch-size 16 --tasks 2parity",
     train_arith: "--digits 2 --steps 8 --dim 12 --depth 3 --head-dim 4 --mlp-dim 16 --batch-size 16 --fraction 0.01 "
@@ -34,13 +35,6 @@ def scripts(*cases):
     """Parameters (script, ...) with the marker of its subject; by default the four scripts alone."""
     return [pytest.param(script, *more, marks=SUBJECT[script], id=" ".join([script.__name__, *map(str, more)]))
             for script, *more in cases or [(script,) for script in TINY]]
-
-
-@pytest.fixture(autouse=True)
-def few_images(monkeypatch):
-    """The built-in sets of images, smaller."""
-    make = images.builtin
-    monkeypatch.setattr(images, "builtin", lambda relation: make(relation, train=100, test=70))
 
 
 @pytest.fixture

@@ -10,16 +10,9 @@ import torch
 import train_vit
 from tinymask import images
 
-pytestmark = pytest.mark.vit
+pytestmark = [pytest.mark.vit, pytest.mark.usefixtures("few_images")]
 ROOT = Path(__file__).parent.parent
 TINY = ["--steps", "4", "--batch-size", "8", "--dim", "24", "--depth", "2", "--warmup", "1"]
-
-
-@pytest.fixture(autouse=True)
-def small_sets(monkeypatch):
-    """The built-in sets with fewer images."""
-    make = images.builtin
-    monkeypatch.setattr(images, "builtin", lambda relation: make(relation, train=100, test=70))
 
 
 def tiny(out, *more):
