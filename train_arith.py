@@ -10,21 +10,20 @@ of the quick preset is learnt by no init; --preset paper has the one that is).
 """
 import argparse
 import functools
-import itertools
 import math
-import time
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
+from torch import Tensor, nn
 
-from tinymask import arithmetic, mask_priors, pictures, qk_init, records, runs
+from tinymask import arithmetic, inits, mask_priors, pictures, qk_init, records, runs
 from tinymask.persistence import attention_maps, measures, snapshot, support_mass
 from tinymask.transformer import GPT, Encoder, init_weights, parameter_counts, parameter_groups
 
 TASKS = list(arithmetic.OPERATIONS)
 CONTROLS = ["mask-zero", "mask-frozen", "mask-shuffled", "bias", "svd-frozen", "opt-frozen"]
-INITS = ["default", "svd", "opt", "mask", "mask-literal", *CONTROLS]
+INITS = inits.rows(["default", "svd", "opt", "mask", "mask-literal", *CONTROLS])
 READOUTS = {"token": "none", "mean": "mean"}  # as Encoder calls them
 PRESETS = {
     "small": dict(steps=400, batch_size=256, lr=1e-3, weight_decay=1e-3, dim=128, depth=3, heads=4, head_dim=32,
@@ -41,8 +40,7 @@ OF_TASK = {  # where multiplication differs; 5,900 steps are 50 epochs of 30,000
 }
 SMOKE = dict(steps=10, dim=32, depth=4, head_dim=8, mlp_dim=32, eval_size=1000)
 MEASURED = ["exact_match", "digit_accuracy", "loss", "steps_to_75", "steps_to_99"]  # the columns of the table
-EVALUATIONS, PROBE = 25, 2000  # points on a curve, at most; problems that it is measured on
-PAPER_FRACTION = {"add": 0.004, "mul": 0.03}
+EVALUATIONS, POINTS, PROBE = 25, 2000, 256  # on a curve, at most; problems that it, and that attention, is measured on
 PAPER = {  # Table 2: whole answers, digits, loss
     ("add", "default"): (0.0119, 0.4059, 4.51), ("add", "svd"): (0.0087, 0.3856, 4.59),
     ("add", "opt"): (0.0339, 0.4987, 3.40), ("add", "mask"): (0.7749, 0.9386, 0.23),
@@ -51,15 +49,15 @@ PAPER = {  # Table 2: whole answers, digits, loss
 }
 
 
-def size(text):
+def number_or_all(text: str) -> int | str:
     """argparse type: a number of problems, or "all"."""
     try:
-        return text if text == "all" else runs.whole(1)(text)
+        return text if text == "all" else runs.number(int, 1)(text)
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(f"{error}; or: all") from None
 
 
-def parser():
+def parser() -> argparse.ArgumentParser:
     flags = runs.parser("train_arith.py", __doc__, TASKS, INITS, PRESETS)
     add = flags.add_argument
     add("--mode", choices=["one-pass", "autoregressive"], default="one-pass",
@@ -67,87 +65,94 @@ def parser():
     add("--readout", choices=list(READOUTS),
         help="one-pass: a digit from each token, or all from their mean (default: token)")
     add("--order", choices=["plain", "reversed"], help="autoregressive: of the answer's digits (default: plain)")
-    add("--fraction", type=runs.real(above=0), nargs="+", metavar="F", help="of all pairs, shown in training")
-    add("--split", type=runs.whole(0), default=arithmetic.SPLIT_SEED, metavar="S",
+    add("--fraction", type=runs.number(float, above=0), nargs="+", metavar="F", help="of all pairs, shown in training")
+    add("--split", type=runs.number(int, 0), default=arithmetic.SPLIT_SEED, metavar="S",
         help="which pairs are shown: a seed of its own (default: %(default)s)")
-    add("--digits", type=runs.whole(2, 3), help="digits of an operand")
-    add("--eval-size", type=size, metavar="N", help="evaluate on so many of the other pairs, at most, or: all")
-    add("--head-dim", type=runs.whole(1, 2**16), help="width of a head")
-    add("--mlp-dim", type=runs.whole(1, 2**16), help="width of the MLPs")
-    add("--token-std", type=runs.real(low=0, high=1e6), help="scale of the initial token embeddings")
-    add("--position-std", type=runs.real(low=0, high=1e6), help="scale of the initial position codes")
-    add("--open", type=runs.real(), help="mask logit of an open pair")
-    add("--closed", type=runs.real(), metavar="M", help="mask logit of a closed pair, as --closed=-5")
+    add("--mirrors", choices=["any", "apart"], default="any",
+        help="apart: ask no pair (a, b) of which (b, a) is shown (default: any)")
+    add("--digits", type=runs.number(int, 2, 3), help="digits of an operand")
+    add("--eval-size", type=number_or_all, metavar="N", help="evaluate on so many of the other pairs, at most, or: all")
+    add("--head-dim", type=runs.number(int, 1, 2**16), help="width of a head")
+    add("--mlp-dim", type=runs.number(int, 1, 2**16), help="width of the MLPs")
+    add("--token-std", type=runs.number(float, 0, 1e6), help="scale of the initial token embeddings")
+    add("--position-std", type=runs.number(float, 0, 1e6), help="scale of the initial position codes")
+    add("--open", type=runs.LOGIT, help="mask logit of an open pair")
+    add("--closed", type=runs.LOGIT, metavar="M", help="mask logit of a closed pair, as --closed=-5")
     add("--bf16", action="store_true", help="train in bfloat16 autocast: twice as fast where the processor has it")
     for preset, tasks in OF_TASK.items():
         runs.describe_presets(flags, {f"{preset}, {task}": own for task, own in tasks.items()})
     return flags
 
 
-def settings(argv, task):
-    """The flags for one task: as given, else as its preset has them."""
-    presets = {name: preset | OF_TASK[name].get(task, {}) for name, preset in PRESETS.items()}
+def settings(argv: list[str] | None, task: str | None) -> argparse.Namespace:
+    """The flags for one task (None: what no task has of its own): as given, else as its preset has them."""
+    presets = {name: preset | OF_TASK[name].get(task or "", {}) for name, preset in PRESETS.items()}
     args = runs.parse(parser(), argv, presets, SMOKE)
     for flag, mode, usual in (("order", "autoregressive", "plain"), ("readout", "one-pass", "token")):
         if args.mode == mode:
             setattr(args, flag, getattr(args, flag) or usual)
         elif getattr(args, flag):
             runs.fail(f"--{flag} {getattr(args, flag)}: only with --mode {mode}")
-    if "mask-literal" in args.inits and args.mode != "one-pass":
+    if args.mode != "one-pass" and any(INITS[name].design == "literal" for name in args.inits):
         runs.fail("--inits mask-literal: only with --mode one-pass, the paper's")
     return args
 
 
-def load_problems(args, task):
-    """(inputs, answers) for training, and for evaluation: token ids (P, N) and digits (P, A).
+def load_problems(args: argparse.Namespace, task: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], float]:
+    """(inputs, answers) to learn from and to be asked: token ids (P, N) and digits (P, A); of the latter, the fraction
+    whose mirror image is among the former.
 
     Evaluation takes its problems from the end of the split: the same ones for all fractions that leave enough.
     An autoregressive model reads the answer too, so training inputs are whole sequences but the last
     token; evaluation inputs are cut from the same encoding, up to and with "=".
     """
-    train, rest = arithmetic.split(args.fraction, args.digits, args.split)
+    shown, asked = arithmetic.split(args.fraction, args.digits, args.split)
+    if args.mirrors == "apart":
+        asked = asked[~arithmetic.mirrored(shown, asked)]
+        if not len(asked):
+            raise ValueError(f"--mirrors apart: {len(shown)} pairs are shown, and no other is left to be asked")
     if args.eval_size != "all":
-        rest = rest[-args.eval_size:]
+        asked = asked[-args.eval_size:]
+    mirrored = arithmetic.mirrored(shown, asked).float().mean().item()
     if args.mode == "one-pass":
-        return arithmetic.encode(task, train, args.digits), arithmetic.encode(task, rest, args.digits)
+        return arithmetic.encode(task, shown, args.digits), arithmetic.encode(task, asked, args.digits), mirrored
     prompt, reverse = arithmetic.prompt_length(args.digits), args.order == "reversed"
-    train, rest = (arithmetic.encode_sequence(task, pairs, args.digits, reverse) for pairs in (train, rest))
-    return (train[:, :-1], train[:, prompt:]), (rest[:, :prompt], rest[:, prompt:])
+    train, rest = (arithmetic.encode_sequence(task, pairs, args.digits, reverse) for pairs in (shown, asked))
+    return (train[:, :-1], train[:, prompt:]), (rest[:, :prompt], rest[:, prompt:]), mirrored
 
 
-def digit_logits(args, task, model, inputs):
-    """Scores of the digits of the answers, (B, A, classes), all in one forward pass."""
-    width = arithmetic.answer_width(task, args.digits)
-    output = model(inputs)
+def digit_logits(args: argparse.Namespace, task: str, model: nn.Module, inputs: Tensor) -> Tensor:
+    """Scores of the digits of the answers in the order in which they are written, (B, A, classes), in one pass."""
+    width, output = arithmetic.answer_width(task, args.digits), model(inputs)
     if args.mode == "autoregressive":
         return output[:, -width:]
     if args.readout == "token":
-        return output[:, arithmetic.answer_tokens(task, args.digits)]
+        return output[:, arithmetic.answer_tokens(task, args.digits)[::-1]]
     return output.unflatten(-1, (width, 10))
 
 
 @torch.no_grad()
-def predict(args, task, model, inputs, answers):
+def predict(args: argparse.Namespace, task: str, model: nn.Module, inputs: Tensor,
+            answers: Tensor) -> tuple[Tensor, float]:
     """Answers of the model (P, A), and the loss: a mean over digits, each given those before it."""
     guesses, loss = [], 0.0
     model.eval()
     for prompt, answer in zip(inputs.split(1000), answers.split(1000)):
         if args.mode == "one-pass":
             logits = digit_logits(args, task, model, prompt)
-            guess = logits.argmax(-1)
+            guesses.append(logits.argmax(-1))
         else:
             logits = digit_logits(args, task, model, torch.cat([prompt, answer[:, :-1]], dim=1))
             sequence = prompt  # the answer, one digit after the other, from what was answered before
             for _ in range(answer.shape[1]):
                 sequence = torch.cat([sequence, model(sequence)[:, -1:].argmax(-1)], dim=1)
-            guess = sequence[:, prompt.shape[1]:]
-        guesses.append(guess)
+            guesses.append(sequence[:, prompt.shape[1]:])
         loss += F.cross_entropy(logits.flatten(0, 1), answer.flatten(), reduction="sum").item()
     model.train()
     return torch.cat(guesses), loss / answers.numel()
 
 
-def scores(args, task, model, inputs, answers):
+def scores(args: argparse.Namespace, task: str, model: nn.Module, inputs: Tensor, answers: Tensor) -> dict[str, float]:
     """The figures of the table on some problems: fractions of answers and of digits, mean loss; NaN if it is."""
     guesses, loss = predict(args, task, model, inputs, answers)
     if not math.isfinite(loss):  # argmax over NaN would answer 0, and be right at times
@@ -156,121 +161,130 @@ def scores(args, task, model, inputs, answers):
     return {"exact_match": exact / len(answers), "digit_accuracy": digits / answers.numel(), "loss": loss}
 
 
-def prior(args, task, init, seed):
+def prior(args: argparse.Namespace, task: str, init: str, seed: int) -> list[Tensor]:
     """The supports of one run, one for each layer: 0/1, where the prior lets a token look."""
-    designs = mask_priors.ARITHMETIC_LITERAL if init == "mask-literal" else mask_priors.ARITHMETIC[args.mode]
-    supports = designs[task](args.digits, args.depth, args.heads, args.order == "reversed")
-    if init == "mask-shuffled":
+    design = INITS[init].design if args.mode == "one-pass" else "sequence"
+    supports = mask_priors.ARITHMETIC[design][task](args.digits, args.depth, args.heads, args.order == "reversed")
+    if INITS[init].shuffled:
         order, causal = runs.generator(seed, "shuffle"), args.mode == "autoregressive"
-        supports = [mask_priors.shuffled(support, order, causal) for support in supports]
+        supports = [inits.shuffled(support, order, causal) for support in supports]
     return supports
 
 
-def build(args, task, init, seed, inputs):
+def build(args: argparse.Namespace, task: str, init: str, seed: int,
+          inputs: Tensor) -> tuple[Encoder | GPT, list[Tensor]]:
     """The model of one run with its prior in place, and the supports, one for each layer.
 
-    Every init of a seed starts from the same weights, apart from what it sets. inputs: training inputs,
-    on which svd and opt are solved.
+    inputs: training inputs, on which svd and opt are solved.
     """
-    width = arithmetic.answer_width(task, args.digits)
-    shape = (args.dim, args.depth, args.heads, args.head_dim, args.mlp_dim)
+    row, shape = INITS[init], {name: vars(args)[name] for name in ("dim", "depth", "heads", "head_dim", "mlp_dim")}
+    model: Encoder | GPT
     if args.mode == "autoregressive":
-        model = GPT(arithmetic.VOCABULARY, inputs.shape[1], *shape)
+        model = GPT(vocabulary=arithmetic.VOCABULARY, block=inputs.shape[1], **shape)
     else:
-        outputs = 10 if args.readout == "token" else 10 * width
-        model = Encoder(10, inputs.shape[1], outputs, *shape, pooling=READOUTS[args.readout])
+        outputs = 10 if args.readout == "token" else 10 * arithmetic.answer_width(task, args.digits)
+        model = Encoder(vocabulary=10, tokens=inputs.shape[1], outputs=outputs, pooling=READOUTS[args.readout], **shape)
     init_weights(model, runs.generator(seed, "weights"), args.token_std, args.position_std)
     supports = prior(args, task, init, seed)
-    if init.startswith(("svd", "opt")):
+    if row.query_key:
         sample = torch.randperm(len(inputs), generator=runs.generator(seed, "sample"))[:256]
         gap = F.logsigmoid(torch.tensor(args.open)) - F.logsigmoid(torch.tensor(args.closed))  # as strong as the mask
-        method = functools.partial(qk_init.svd, gap=gap.item()) if init.startswith("svd") else qk_init.opt
+        method = functools.partial(qk_init.svd, gap=gap.item()) if row.query_key == "svd" else qk_init.opt
         qk_init.apply_layerwise(method, model, inputs[sample], supports)
     for block, support in zip(model.transformer.blocks, supports):
-        mask_priors.place(block.attention, init, mask_priors.to_mask(support, args.open, args.closed))
+        inits.set_prior(block.attention, row, mask_priors.to_mask(support, args.open, args.closed))
     return model, supports
 
 
-def first_step(curve, accuracy):
+def first_step(curve: list[dict], accuracy: float) -> int | None:
     """The first evaluated step with so many answers right, None if there is none."""
     return next((point["step"] for point in curve if point["exact_match"] >= accuracy), None)
 
 
-def print_table(common, args_of, results):
-    """This run beside the paper's Table 2."""
+def print_table(common: argparse.Namespace, args_of: list[tuple[str, argparse.Namespace]], results: list[dict]) -> None:
+    """This run and, at the paper's settings, its Table 2."""
     rows = []
-    for (task, fraction), init in itertools.product(args_of, common.inits):
-        these = [r["metrics"] for r in results
-                 if (r["task"], r["config"]["fraction"], r["init"]) == (task, fraction, init)]
-        cells = [runs.mean_std([m[name] for m in these]) for name in MEASURED[:3]]
-        steps = [runs.mean_std([m[name] for m in these], 0) for name in MEASURED[3:]]
-        args = args_of[task, fraction]
-        same = (args.mode, args.digits, fraction, args.smoke) == ("one-pass", 3, PAPER_FRACTION.get(task), False)
-        paper = PAPER.get((task, init), ("-",) * 3) if same else ("-",) * 3
-        rows.append([f"{task} {100 * fraction:g}% {init}", *cells, *steps, runs.mass_cell(these), *paper])
+    for task, args in args_of:
+        paper = settings(["--preset", "paper"], task)
+        paper.fraction = paper.fraction[0]
+        for init in common.inits:
+            these = [r["metrics"] for r in results
+                     if (r["task"], r["config"]["fraction"], r["init"]) == (task, args.fraction, init)]
+            cells = [runs.mean_std([m[name] for m in these], 4 * (name in MEASURED[:3])) for name in MEASURED]
+            figures = PAPER.get((task, init), ("-",) * 3) if records.same_settings(args, paper) else ("-",) * 3
+            rows.append([f"{task} {100 * args.fraction:g}% {init}", *cells, runs.mass_cell(these), *figures])
     header = ["", "exact match", "digits", "loss", "steps to 75 %", "to 99 %", "support mass",
               "paper: exact", "digits", "loss"]
     print(f"\n{common.seeds} seed(s), mean +- standard deviation; support mass: the least layer's, start -> end")
-    print(runs.table(header, rows))
+    print(runs.table(header, rows, optional=3))
 
 
-def main(argv=None):
-    common = settings(argv, None)  # what no task has of its own
-    args_of = {}  # (task, fraction) -> flags, with that one fraction
+def plot(common: argparse.Namespace, args_of: list[tuple[str, argparse.Namespace]], results: list[dict],
+         path: Path) -> None:
+    """Whole answers right: against the step, one panel a fraction; and at the end against the fraction."""
+    fractions = {task: [args.fraction for name, args in args_of if name == task] for task in common.tasks}
+    columns = max(map(len, fractions.values())) + 1
+    panels: list[dict] = []
+    for task, shown in fractions.items():
+        usual = {"ylabel": "whole answers right", "ylim": (-0.02, 1.02)}
+        panels += [{"title": f"{task}, {100 * part:g} % of all pairs", **usual,
+                    "lines": pictures.series(results, "exact_match", task=task, fraction=part)} for part in shown]
+        ends: dict[str, list] = {}
+        for r in results:
+            if r["task"] == task and not r["diverged"]:
+                ends.setdefault(r["init"], []).append(([r["config"]["fraction"]], [r["metrics"]["exact_match"]]))
+        panels.append({"title": f"{task}, at the end", "xlabel": "fraction of all pairs", "points": True, "lines": ends,
+                       **usual} if len(shown) > 1 else {})
+        panels += [{}] * (columns - len(shown) - 1)
+    pictures.curves(panels, common.inits, path, columns)
+
+
+@runs.script
+def main(argv: list[str] | None = None) -> list[dict]:
+    common = settings(argv, None)
+    args_of = []  # (task, flags with one fraction)
     for task in common.tasks:
         args = settings(argv, task)
-        for fraction in dict.fromkeys(args.fraction):
-            args_of[task, fraction] = argparse.Namespace(**vars(args) | {"fraction": fraction})
+        for part in dict.fromkeys(args.fraction):
+            args_of.append((task, argparse.Namespace(**vars(args) | {"fraction": part})))
+    for task, args in args_of:
+        with runs.refused(f"--fraction, {task}"):
+            arithmetic.split(args.fraction, args.digits)
+            if args.mirrors == "apart":
+                load_problems(args, task)
+        with runs.refused(f"--heads, --depth, {task}"):
+            prior(args, task, "mask", 0)
     if common.plot:
-        pictures.pyplot()  # a missing matplotlib is said before the training, not after it
-    for (task, fraction), args in args_of.items():
-        try:
-            arithmetic.split(fraction, args.digits)
-        except ValueError as error:
-            runs.fail(f"--fraction, {task}: {error}")
-        try:
-            for init in common.inits:
-                prior(args, task, init, 0)
-        except ValueError as error:
-            runs.fail(f"--heads, --depth, {task}: {error}")
-    device = runs.pick_device(common.device)
-    out = runs.open_out(common.out)
-    finished = records.read_results(out, [*MEASURED, *records.MASSES], ["exact_match"]) if common.resume else {}
-    print(f"device {device}, {torch.get_num_threads()} threads, torch {torch.__version__}, results in {out}")
-    results = []
+        with runs.refused("--plot"):
+            pictures.require()
+    device, out = runs.pick_device(common.device), runs.open_out(common.out)
+    wanted = records.wanted("arith", args_of, out, device)
+    results: list[dict] = []
 
-    for (task, fraction), init, seed in itertools.product(args_of, common.inits, runs.seeds(common)):
-        args = args_of[task, fraction]
-        key = records.run_key(vars(args), task, init, seed)
-        if key in finished:
-            results.append(finished[key])
-            continue
+    for run in records.runs_left(wanted, results, [*MEASURED, *records.MASSES], ["exact_match"]):
+        args, task = run.args, run.task
 
         # data
-        (inputs, answers), (prompts, goals) = load_problems(args, task)
-        name = f"{task} {100 * fraction:g}% {init} seed {seed}"
-        print(f"{name}: {args.digits} digits, {args.mode}, {len(inputs)} problems to learn from, {len(goals)} others "
-              f"to be tested on, {args.steps} steps")
+        (inputs, answers), (prompts, goals), mirrored = load_problems(args, task)
+        print(f"{run.name}: {args.digits} digits, {args.mode}, {len(inputs)} problems to learn from, {len(goals)} "
+              f"others to be tested on, {args.steps} steps")
 
         # model and prior
-        model, supports = build(args, task, init, seed, inputs)
+        model, supports = build(args, task, run.init, run.seed, inputs)
         model.to(device)
         inputs, answers, prompts, goals = (part.to(device) for part in (inputs, answers, prompts, goals))
-        few, causal = inputs[:256], args.mode == "autoregressive"  # few: the inputs on which attention is looked at
-        before = snapshot(model, few)
+        probe, causal = inputs[:PROBE], args.mode == "autoregressive"
+        before = snapshot(model, probe)
 
         # optimiser: the mask is a group of its own, without weight decay
-        optimizer = torch.optim.AdamW(parameter_groups(model, args.lr, args.mask_lr, args.weight_decay))
-        batches = runs.generator(seed, "batches")
-        checkpoint = out / "checkpoints" / f"{key}.pt"
-        step, curve, seconds = records.resume(checkpoint, model, optimizer, batches) if args.resume else (0, [], 0.0)
+        optimizer = torch.optim.AdamW(parameter_groups(model, lr=args.lr, mask_lr=args.mask_lr,
+                                                       weight_decay=args.weight_decay))
+        batches = runs.generator(run.seed, "batches")
+        records.take_up(run, model, optimizer, batches)
+        schedule = runs.cosine_schedule(optimizer, args.steps, done=run.step)
 
         # loop
-        bar = tqdm(total=args.steps, initial=step, desc=name, disable=None, leave=False)
-        start, diverged = time.perf_counter() - seconds, False
-        while step < args.steps and not diverged:
-            for group in optimizer.param_groups:
-                group["lr"] = group["peak"] * runs.cosine(step, args.steps)
+        for step in records.steps(run):
             batch = torch.randint(len(inputs), (args.batch_size,), generator=batches)
             with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
                 logits = digit_logits(args, task, model, inputs[batch])
@@ -278,36 +292,24 @@ def main(argv=None):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            step += 1
-            bar.update()
-            diverged = not math.isfinite(loss.item())
-            if step * EVALUATIONS // args.steps > (step - 1) * EVALUATIONS // args.steps:
-                point = scores(args, task, model, prompts[-PROBE:], goals[-PROBE:])
-                masses = support_mass(attention_maps(model, few), supports, causal)
-                curve.append({"step": step, "train_loss": loss.item(), **point, "support_mass": masses})
-                diverged = diverged or not math.isfinite(point["loss"])
-                line = "step {step}: exact {exact_match:.2%}, digits {digit_accuracy:.2%}, loss {loss:.3f}"
-                runs.report(bar, name, line.format(**curve[-1]))
-            if not diverged and (runs.interrupted() or step % 500 == 0):  # long runs can be taken up again
-                seconds = time.perf_counter() - start
-                records.checkpoint(checkpoint, model, optimizer, batches, step, curve, seconds)
-        bar.close()
-        seconds = time.perf_counter() - start
+            schedule.step()
+            run.loss = loss.item()
+            if records.evaluation_due(step, args.steps, EVALUATIONS):
+                point = {"train_loss": run.loss, **scores(args, task, model, prompts[-POINTS:], goals[-POINTS:]),
+                         "support_mass": support_mass(attention_maps(model, probe), supports, causal)}
+                records.add_point(run, point, "loss", "exact {exact_match:.2%}, digits {digit_accuracy:.2%}, "
+                                                      "loss {loss:.3f}")
 
         # evaluation
         metrics = scores(args, task, model, prompts, goals) | {
-            "evaluated": len(goals), "fraction": fraction, "mode": args.mode, "readout": args.readout,
-            "steps_to_75": first_step(curve, 0.75), "steps_to_99": first_step(curve, 0.99),
-        } | measures(before, snapshot(model, few), supports, causal)
-        records.save(checkpoint, {"model": model.state_dict(), "step": step})
-        results.append(records.record(out, args, "arith", task, init, seed, metrics=metrics, curve=curve, steps=step,
-                                   seconds=seconds, params=parameter_counts(model), device=device, diverged=diverged))
-        if diverged:
-            print(f"{name}: diverged at step {step}")
+            "evaluated": len(goals), "mirrored": mirrored, "fraction": args.fraction, "mode": args.mode,
+            "readout": args.readout, "steps_to_75": first_step(run.curve, 0.75),
+            "steps_to_99": first_step(run.curve, 0.99)} | measures(before, snapshot(model, probe), supports, causal)
+        results.append(records.finish(run, metrics, parameter_counts(model)))
 
     print_table(common, args_of, results)
     if common.plot:
-        pictures.learning(results, common.tasks, common.inits, out / "learning.png")
+        plot(common, args_of, results, out / "learning.png")
     return results
 
 

@@ -8,26 +8,27 @@ seen part and gets the unseen part wrong, much as the minimum-degree interpolato
 on 2Parity alone; with the same structure in the mask, the unseen part comes out right (ThreeSym: better, and
 right with `mask-only`, the mask in place of position codes).
 """
+import argparse
+import functools
 import itertools
 import math
-import time
 
 import torch
-from tqdm import tqdm
+from torch import Tensor
 
-from tinymask import boolean, mask_priors, pictures, qk_init, records, runs
+from tinymask import boolean, inits, mask_priors, pictures, qk_init, records, runs
 from tinymask.persistence import attention_maps, measures, snapshot, support_mass
 from tinymask.transformer import Encoder, init_weights, parameter_counts, parameter_groups
 
-TASKS = list(mask_priors.BOOLEAN)
+TASKS = list(boolean.TASKS)
 CONTROLS = ["mask-zero", "mask-frozen", "mask-hard", "mask-shuffled", "bias", "svd-frozen", "opt-frozen"]
-INITS = ["default", "svd", "opt", "mask", "mask-only", "mask-literal", *CONTROLS]
+INITS = inits.rows(["default", "svd", "opt", "mask", "mask-only", "mask-literal", *CONTROLS])
 PRESETS = {
     "small": dict(steps=800, batch_size=128, lr=1e-3, weight_decay=0.0, bits=15, dim=48, depth=2, heads=3,
-                  head_dim=16, mlp_dim=192, pooling="mean", position_std=0.05, open=10.0, closed=-6.0),
+                  head_dim=16, mlp_dim=192, pooling="mean", position_std=0.05, open=10.0, closed=-6.0, ridge=0.0),
     # Table 7 on the model of the GOTU code; 8,640 steps are 90 epochs of 2Parity's seen part
     "paper": dict(steps=8640, batch_size=256, lr=1e-3, weight_decay=1e-3, bits=15, dim=256, depth=4, heads=3,
-                  head_dim=64, mlp_dim=256, pooling="cls", position_std=1.0, open=10.0, closed=-10.0),
+                  head_dim=64, mlp_dim=256, pooling="cls", position_std=1.0, open=10.0, closed=-10.0, ridge=0.0),
 }
 OF_TASK = {  # small: at the others' setting the default does not fit Cyclic3 at all, masks fit ThreeSym more slowly
     "cyclic3": dict(steps=2400, lr=2e-3, position_std=1.0),
@@ -35,8 +36,7 @@ OF_TASK = {  # small: at the others' setting the default does not fit Cyclic3 at
 }
 SMOKE = dict(steps=10, bits=9)
 MEASURED = ["acc_all", "acc_unseen", "mse_all", "mse_unseen", "mse_seen"]  # the columns of the table
-ALONE_CLOSED = -30.0  # --closed of mask-only: what leaks through a closed pair is a bit alone
-EVALUATIONS, PROBE = 10, 2048  # points on a curve, at most; points of the cube that it is measured on
+EVALUATIONS, POINTS, PROBE = 10, 2048, 256  # on a curve, at most; that it, and that attention, is measured on
 PAPER = {  # whole-cube accuracy and mean squared error: Table 1
     ("2parity", "default"): (0.75, 1.379), ("2parity", "svd"): (0.75, 1.737),
     ("2parity", "opt"): (0.75, 1.746), ("2parity", "mask"): (1.0, 0.0029),
@@ -52,32 +52,69 @@ PAPER = {  # whole-cube accuracy and mean squared error: Table 1
 }
 
 
-def parser():
+def parser() -> argparse.ArgumentParser:
     flags = runs.parser("train_gotu.py", __doc__, TASKS, INITS, PRESETS)
-    flags.add_argument("--bits", type=runs.whole(4, 20), help="n, the length of the inputs")
-    flags.add_argument("--head-dim", type=runs.whole(1, 2**16), help="width of a head")
-    flags.add_argument("--mlp-dim", type=runs.whole(1, 2**16), help="width of the MLPs")
-    flags.add_argument("--pooling", choices=["mean", "cls"], help="how the tokens become one output")
-    flags.add_argument("--position-std", type=runs.real(low=0, high=1e6), help="scale of the initial position codes")
-    flags.add_argument("--open", type=runs.real(), help="mask logit of an open pair")
-    flags.add_argument("--closed", type=runs.real(), metavar="M",
-                       help=f"mask logit of a closed pair, as --closed=-6 (mask-only: {ALONE_CLOSED:g}, always)")
-    flags.add_argument("--missing-links", type=runs.whole(0), default=0, help="links left out of the prior")
-    flags.add_argument("--wrong-links", type=runs.whole(0), default=0, help="links added to it that are wrong")
-    flags.add_argument("--mask-weight-decay", type=runs.real(low=0), default=0.0, help="on the mask (default: 0)")
-    flags.add_argument("--optimizer", choices=["adam", "sgd"], default="adam", help="sgd: no momentum (default: adam)")
+    add = flags.add_argument
+    add("--bits", type=runs.number(int, 4, 20), help="n, the length of the inputs")
+    add("--head-dim", type=runs.number(int, 1, 2**16), help="width of a head")
+    add("--mlp-dim", type=runs.number(int, 1, 2**16), help="width of the MLPs")
+    add("--pooling", choices=["mean", "cls"], help="how the tokens become one output")
+    add("--position-std", type=runs.number(float, 0, 1e6), help="scale of the initial position codes")
+    add("--open", type=runs.LOGIT, help="mask logit of an open pair")
+    add("--closed", type=runs.LOGIT, metavar="M",
+        help="mask logit of a closed pair, as --closed=-6 (mask-only: -30, always)")
+    add("--ridge", type=runs.number(float, 0, 1e6), help="svd and opt: of their solve (0: a pseudo-inverse)")
+    add("--missing-links", type=runs.number(int, 0), default=0, help="links left out of the prior")
+    add("--wrong-links", type=runs.number(int, 0), default=0, help="links added to it that are wrong")
+    add("--mask-weight-decay", type=runs.number(float, 0), default=0.0, help="on the mask (default: 0)")
+    add("--optimizer", choices=["adam", "sgd"], default="adam", help="sgd: no momentum (default: adam)")
     runs.describe_presets(flags, {f"small, {task}": own for task, own in OF_TASK.items()})
     return flags
 
 
-def settings(argv, task):
-    """The flags for one task: as given, else as its preset has them."""
-    presets = PRESETS | {"small": PRESETS["small"] | OF_TASK.get(task, {})}
+def settings(argv: list[str] | None, task: str | None) -> argparse.Namespace:
+    """The flags for one task (None: what no task has of its own): as given, else as its preset has them."""
+    presets = PRESETS | {"small": PRESETS["small"] | OF_TASK.get(task or "", {})}
     return runs.parse(parser(), argv, presets, SMOKE)
 
 
+def prior(args: argparse.Namespace, task: str, init: str, seed: int) -> list[Tensor]:
+    """The supports of one run, one for each layer: 0/1, where the prior lets a token look."""
+    supports = mask_priors.BOOLEAN[INITS[init].design][task](args.bits, args.depth, args.heads)
+    if args.missing_links or args.wrong_links:  # the same mistakes in every layer that has links
+        layers = [layer for layer in range(args.depth) if (supports[layer] * (1 - torch.eye(args.bits))).any()]
+        for layer in layers or [0]:
+            supports[layer] = inits.imperfect(supports[layer], args.missing_links, args.wrong_links,
+                                              runs.generator(seed, "mistakes"))
+    if INITS[init].shuffled:
+        order = runs.generator(seed, "shuffle")
+        supports = [inits.shuffled(support, order) for support in supports]
+    return mask_priors.with_cls(supports) if args.pooling == "cls" else supports
+
+
+def build(args: argparse.Namespace, task: str, init: str, seed: int) -> tuple[Encoder, list[Tensor]]:
+    """The model of one run with its prior in place, and the supports, one for each layer."""
+    row = INITS[init]
+    model = Encoder(vocabulary=2, tokens=args.bits, outputs=1, dim=args.dim, depth=args.depth, heads=args.heads,
+                    head_dim=args.head_dim, mlp_dim=args.mlp_dim, pooling=args.pooling,
+                    bias=args.preset != "paper")  # the GOTU code has no biases in its projections
+    init_weights(model, runs.generator(seed, "weights"), position_std=args.position_std)
+    if not row.positions:
+        torch.nn.init.zeros_(model.position).requires_grad_(False)
+    supports = prior(args, task, init, seed)
+    if row.query_key:  # solved on seen points; svd's gap of 10 is more than the 6 of the small preset's mask
+        points, _, seen = boolean.load_task(task, args.bits)
+        sample = seen.nonzero()[:, 0][torch.randperm(seen.sum(), generator=runs.generator(seed, "sample"))[:256]]
+        method = functools.partial(getattr(qk_init, row.query_key), ridge=args.ridge)
+        qk_init.apply_layerwise(method, model, boolean.to_tokens(points[sample]), supports)
+    closed = args.closed if row.closed is None else row.closed
+    for block, support in zip(model.transformer.blocks, supports):
+        inits.set_prior(block.attention, row, mask_priors.to_mask(support, args.open, closed))
+    return model, supports
+
+
 @torch.no_grad()
-def predict(model, ids):
+def predict(model: Encoder, ids: Tensor) -> Tensor:
     """(P, n) token ids -> (P,) on the CPU, in pieces."""
     model.eval()
     prediction = torch.cat([model(piece)[:, 0] for piece in ids.split(2048)]).cpu()
@@ -85,188 +122,128 @@ def predict(model, ids):
     return prediction
 
 
-def squared_errors(prediction, target, seen):
+def squared_errors(prediction: Tensor, target: Tensor, seen: Tensor) -> dict[str, float]:
     error = (prediction - target).square()
     parts = {"mse_all": error, "mse_seen": error[seen], "mse_unseen": error[~seen]}
     return {name: part.mean().item() for name, part in parts.items()}
 
 
-def prior(args, task, init, seed):
-    """The supports of one run, one for each layer: 0/1, where the prior lets a token look."""
-    designs = {"mask-literal": mask_priors.BOOLEAN_LITERAL, "mask-only": mask_priors.BOOLEAN_ALONE}
-    supports = designs.get(init, mask_priors.BOOLEAN)[task](args.bits, args.depth, args.heads)
-    if args.missing_links or args.wrong_links:  # the same mistakes in every layer that has links
-        layers = [layer for layer in range(args.depth) if (supports[layer] * (1 - torch.eye(args.bits))).any()]
-        for layer in layers or [0]:
-            supports[layer] = mask_priors.imperfect(supports[layer], args.missing_links, args.wrong_links,
-                                                    runs.generator(seed, "mistakes"))
-    if init == "mask-shuffled":
-        order = runs.generator(seed, "shuffle")
-        supports = [mask_priors.shuffled(support, order) for support in supports]
-    return mask_priors.with_cls(supports) if args.pooling == "cls" else supports
-
-
-def build(args, task, init, seed):
-    """The model of one run with its prior in place, and the supports, one for each layer.
-
-    Every init of a seed starts from the same weights, apart from what it sets.
-    """
-    model = Encoder(2, args.bits, 1, args.dim, args.depth, args.heads, args.head_dim, args.mlp_dim, args.pooling,
-                    bias=args.preset != "paper")  # the GOTU code has no biases in its projections
-    init_weights(model, runs.generator(seed, "weights"), position_std=args.position_std)
-    if init == "mask-only":  # the mask is what tells the tokens apart
-        torch.nn.init.zeros_(model.position).requires_grad_(False)
-    supports = prior(args, task, init, seed)
-    if init.startswith(("svd", "opt")):  # solved on seen points
-        points, _, seen = boolean.load_task(task, args.bits)
-        sample = seen.nonzero()[:, 0][torch.randperm(seen.sum(), generator=runs.generator(seed, "sample"))[:256]]
-        # svd's gap of 10 is more than the 6 of the small preset's mask: no weak rival
-        qk_init.apply_layerwise(getattr(qk_init, init[:3]), model, boolean.to_tokens(points[sample]), supports)
-    closed = {"mask-hard": -math.inf, "mask-only": ALONE_CLOSED}.get(init, args.closed)
-    for block, support in zip(model.transformer.blocks, supports):
-        mask_priors.place(block.attention, init, mask_priors.to_mask(support, args.open, closed))
-    return model, supports
-
-
-def scores(task, model, ids, target, seen):
-    """The figures of the table, on the whole cube."""
-    prediction = predict(model, ids)
-    metrics = squared_errors(prediction, target, seen)
-    if not math.isfinite(metrics["mse_all"]):  # NaN has no sign, right or wrong
-        return metrics | dict.fromkeys(("acc_all", "acc_seen", "acc_unseen"), math.nan)
-    for part, where in (("all", slice(None)), ("seen", seen), ("unseen", ~seen)):
-        metrics[f"acc_{part}"] = boolean.accuracy(task, prediction[where], target[where])
+def scores(task: str, prediction: Tensor, target: Tensor, seen: Tensor) -> dict:
+    """The figures of the table, from predictions on the whole cube."""
+    metrics: dict = squared_errors(prediction, target, seen)
+    finite = math.isfinite(metrics["mse_all"])  # NaN has no sign, right or wrong
+    for part, where in (("all", seen | True), ("seen", seen), ("unseen", ~seen)):
+        metrics[f"acc_{part}"] = boolean.accuracy(task, prediction[where], target[where]) if finite else math.nan
     return metrics
 
 
-def print_table(args, results):
-    """This run beside the paper's Table 1 and the exact MDI."""
+def print_table(args: argparse.Namespace, args_of: dict[str, argparse.Namespace], results: list[dict]) -> None:
+    """This run beside the exact MDI, and, at the paper's settings, its Table 1."""
     rows = []
     for task in args.tasks:
         _, target, seen = boolean.load_task(task, args.bits)
-        mdi = boolean.minimum_degree_interpolator(target, seen)
-        errors = squared_errors(mdi, target, seen)
-        accuracies = [boolean.accuracy(task, mdi[part], target[part]) for part in (slice(None), ~seen)]
-        rows.append([f"{task} MDI (exact)", *(runs.mean_std([value]) for value in accuracies),
-                     *(f"{errors[name]:.4f}" for name in MEASURED[2:]), "", "", ""])
+        mdi = scores(task, boolean.minimum_degree_interpolator(target, seen), target, seen)
+        rows.append([f"{task} MDI (exact)", *(runs.mean_std([mdi[name]]) for name in MEASURED), "", "", ""])
+        papers = records.same_settings(args_of[task], settings(["--preset", "paper"], task))
         for init in args.inits:
             these = [r["metrics"] for r in results if (r["task"], r["init"]) == (task, init)]
-            paper = PAPER.get((task, init), ("-", "-")) if args.bits == 15 else ("-", "-")
+            paper = PAPER.get((task, init), ("-", "-")) if papers else ("-", "-")
             cells = [runs.mean_std([m[column] for m in these]) for column in MEASURED]
             rows.append([f"{task} {init}", *cells, runs.mass_cell(these), *paper])
     header = ["", "accuracy", "unseen acc", "mse", "unseen mse", "seen mse", "support mass", "paper: acc", "mse"]
     print(f"\n{args.seeds} seed(s), mean +- standard deviation; support mass: the least layer's, start -> end")
-    print(runs.table(header, rows))
+    print(runs.table(header, rows, optional=2))
 
 
-def plot(common, args_of, results, out, ids):
+def plot(common: argparse.Namespace, wanted: list[records.Run], results: list[dict], ids: Tensor) -> None:
     """Figures: the curves; for each task the masks at the start, and attention before and after the first seed.
 
-    args_of: the flags by task. ids: the points that attention is averaged over. The models at the end are
-    those of the checkpoints.
+    ids: the points that attention is averaged over. The models at the end are those of the checkpoints.
     """
-    pictures.curves(results, common.tasks, common.inits, out / "curves.png")
-    for task, args in args_of.items():
-        columns = [f"layer {layer + 1}, {when}" for layer in range(args.depth) for when in ("start", "end")]
-        heads = [f"{task}, head {head + 1}" for head in range(args.heads)]
-        attention, heads_open, rows = [], [], []
-        for init in common.inits:
-            model, _ = build(args, task, init, common.first_seed)
-            path = out / "checkpoints" / f"{records.run_key(vars(args), task, init, common.first_seed)}.pt"
-            (first, openness), (last, _) = records.start_and_end(path, model, ids)
+    out = wanted[0].out
+    panels = [{"title": task, "ylabel": "mean squared error, unseen part", "ylim": (0, None),
+               "lines": pictures.series(results, "mse_unseen", task=task)} for task in common.tasks]
+    panels += [{"title": task, "ylabel": "attention on the support, last layer", "ylim": (0, 1.03),
+                "lines": pictures.series(results, lambda point: point["support_mass"][-1], task=task)}
+               for task in common.tasks]
+    pictures.curves(panels, common.inits, out / "curves.png", columns=len(common.tasks))
+    for task in common.tasks:
+        attention, openness, rows = [], [], []
+        runs_of_task = [run for run in wanted if (run.task, run.seed) == (task, common.first_seed)]
+        for run in runs_of_task:
+            model, _ = build(run.args, task, run.init, run.seed)
+            (first, opened), (last, _) = records.start_and_end(run, model, ids)
             attention += [maps.mean(dim=(0, 1)) for pair in zip(first, last) for maps in pair]
-            if init.startswith("mask"):
-                rows += [f"{init}, layer {layer + 1}" for layer in range(args.depth)]
-                heads_open += [head for layer in openness for head in layer.expand(args.heads, -1, -1)]
+            if INITS[run.init].squash:
+                rows += [f"{run.init}, layer {layer + 1}" for layer in range(len(opened))]
+                openness += [head for layer in opened for head in layer.expand(run.args.heads, -1, -1)]
+        columns = [f"layer {layer + 1}, {when}" for layer in range(run.args.depth) for when in ("start", "end")]
         pictures.grid(common.inits, columns, attention, out / f"attention-{task}.png")
         if rows:
-            pictures.grid(rows, heads, heads_open, out / f"masks-{task}.png")
+            heads = [f"{task}, head {head + 1}" for head in range(run.args.heads)]
+            pictures.grid(rows, heads, openness, out / f"masks-{task}.png")
 
 
-def main(argv=None):
-    common = settings(argv, None)  # what no task has of its own
+@runs.script
+def main(argv: list[str] | None = None) -> list[dict]:
+    common = settings(argv, None)
     args_of = {task: settings(argv, task) for task in common.tasks}
-    if common.plot:
-        pictures.pyplot()  # a missing matplotlib is said before the training, not after it
     for task, init in itertools.product(common.tasks, common.inits):
-        try:
+        with runs.refused(f"--tasks {task} --inits {init}"):
             prior(args_of[task], task, init, 0)
-        except ValueError as error:
-            runs.fail(f"--tasks {task} --inits {init}: {error}")
-    device = runs.pick_device(common.device)
-    out = runs.open_out(common.out)
-    wanted = [*MEASURED, *records.MASSES], ["mse_unseen", "support_mass"]
-    finished = records.read_results(out, *wanted) if common.resume else {}
-    print(f"device {device}, {torch.get_num_threads()} threads, torch {torch.__version__}, results in {out}")
-    probe = torch.randperm(2**common.bits, generator=runs.generator(0, "probe"))[:PROBE]
-    few, results = probe[:256], []  # few: the inputs on which attention is looked at
+    if common.plot:
+        with runs.refused("--plot"):
+            pictures.require()
+    device, out = runs.pick_device(common.device), runs.open_out(common.out)
+    chosen = torch.randperm(2**common.bits, generator=runs.generator(0, "probe"))[:POINTS]
+    wanted = records.wanted("gotu", args_of.items(), out, device)
+    results: list[dict] = []
 
-    for task, init, seed in itertools.product(common.tasks, common.inits, runs.seeds(common)):
-        args = args_of[task]
-        key = records.run_key(vars(args), task, init, seed)
-        if key in finished:
-            results.append(finished[key])
-            continue
+    for run in records.runs_left(wanted, results, [*MEASURED, *records.MASSES], ["mse_unseen", "support_mass"]):
+        args, task = run.args, run.task
 
         # data: the whole cube, of which training sees a part
         points, target, seen = boolean.load_task(task, args.bits)
-        ids, seen_points, goal = boolean.to_tokens(points).to(device), seen.nonzero()[:, 0], target.to(device)
-        name = f"{task} {init} seed {seed}"
-        print(f"{name}: n = {args.bits}, {len(seen_points)} points seen, {len(points) - len(seen_points)} unseen, "
+        ids, goal, seen_points = boolean.to_tokens(points).to(device), target.to(device), seen.nonzero()[:, 0]
+        print(f"{run.name}: n = {args.bits}, {len(seen_points)} points seen, {len(points) - len(seen_points)} unseen, "
               f"{args.steps} steps at {args.lr:g}")
 
         # model and prior
-        model, supports = build(args, task, init, seed)
+        model, supports = build(args, task, run.init, run.seed)
         model.to(device)
-        before = snapshot(model, ids[few])
+        probe = ids[chosen[:PROBE]]
+        before = snapshot(model, probe)
 
         # optimiser: the mask is a group of its own, without weight decay unless asked for
-        method = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[args.optimizer]
-        groups = parameter_groups(model, args.lr, args.mask_lr, args.weight_decay, args.mask_weight_decay)
-        optimizer = method(groups)
-        batches = runs.generator(seed, "batches")
-        checkpoint = out / "checkpoints" / f"{key}.pt"
-        step, curve, seconds = records.resume(checkpoint, model, optimizer, batches) if args.resume else (0, [], 0.0)
+        groups = parameter_groups(model, lr=args.lr, mask_lr=args.mask_lr, weight_decay=args.weight_decay,
+                                  mask_weight_decay=args.mask_weight_decay)
+        optimizer = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[args.optimizer](groups)
+        batches = runs.generator(run.seed, "batches")
+        records.take_up(run, model, optimizer, batches)
+        schedule = runs.cosine_schedule(optimizer, args.steps, done=run.step)
 
         # loop
-        bar = tqdm(total=args.steps, initial=step, desc=name, disable=None, leave=False)
-        start, diverged = time.perf_counter() - seconds, False
-        while step < args.steps and not diverged:
-            for group in optimizer.param_groups:
-                group["lr"] = group["peak"] * runs.cosine(step, args.steps)
+        for step in records.steps(run):
             batch = seen_points[torch.randint(len(seen_points), (args.batch_size,), generator=batches)]
             loss = (model(ids[batch])[:, 0] - goal[batch]).square().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            step += 1
-            bar.update()
-            diverged = not math.isfinite(loss.item())
-            if step * EVALUATIONS // args.steps > (step - 1) * EVALUATIONS // args.steps:
-                errors = squared_errors(predict(model, ids[probe]), target[probe], seen[probe])
-                masses = support_mass(attention_maps(model, ids[few]), supports)
-                curve.append({"step": step, **errors, "support_mass": masses})
-                diverged = diverged or not math.isfinite(errors["mse_all"])
-                line = "step {step}: mse seen {mse_seen:.4f}, unseen {mse_unseen:.4f}".format(**curve[-1])
-                runs.report(bar, name, line)
-            if not diverged and (runs.interrupted() or step % 500 == 0):  # long runs can be taken up again
-                seconds = time.perf_counter() - start
-                records.checkpoint(checkpoint, model, optimizer, batches, step, curve, seconds)
-        bar.close()
-        seconds = time.perf_counter() - start
+            schedule.step()
+            run.loss = loss.item()
+            if records.evaluation_due(step, args.steps, EVALUATIONS):
+                errors = squared_errors(predict(model, ids[chosen]), target[chosen], seen[chosen])
+                masses = support_mass(attention_maps(model, probe), supports)
+                records.add_point(run, errors | {"support_mass": masses}, "mse_all",
+                                  "mse seen {mse_seen:.4f}, unseen {mse_unseen:.4f}")
 
         # evaluation: the whole cube
-        metrics = scores(task, model, ids, target, seen) | measures(before, snapshot(model, ids[few]), supports)
-        records.save(checkpoint, {"model": model.state_dict(), "step": step})
-        results.append(records.record(out, args, "gotu", task, init, seed, metrics=metrics, curve=curve,
-                                   steps=step, seconds=seconds, params=parameter_counts(model), device=device,
-                                   diverged=diverged))
-        if diverged:
-            print(f"{name}: diverged at step {step}")
+        metrics = scores(task, predict(model, ids), target, seen) | measures(before, snapshot(model, probe), supports)
+        results.append(records.finish(run, metrics, parameter_counts(model)))
 
-    print_table(common, results)
+    print_table(common, args_of, results)
     if common.plot:
-        plot(common, args_of, results, out, boolean.to_tokens(boolean.cube(common.bits)[few]))
+        plot(common, wanted, results, boolean.to_tokens(boolean.cube(common.bits)[chosen[:PROBE]]))
     return results
 
 

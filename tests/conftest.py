@@ -10,6 +10,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 
+def pytest_collection_modifyitems(config, items):
+    """`pytest -m gotu` leaves the slow tests out, too: only an expression that names them brings them."""
+    if "slow" not in config.option.markexpr:
+        config.hook.pytest_deselected(items=[item for item in items if "slow" in item.keywords])
+        items[:] = [item for item in items if "slow" not in item.keywords]
+
+
 @pytest.fixture
 def few_images(monkeypatch):
     """The built-in sets of images, smaller."""

@@ -1,7 +1,8 @@
 """The benchmark runs and measures what it says; no test asserts a time."""
 import pytest
+import torch
 
-from tinymask import bench, runs
+from tinymask import GPT, bench, init_weights, masks
 from tinymask.transformer import Transformer
 
 pytestmark = pytest.mark.attention
@@ -9,35 +10,45 @@ pytestmark = pytest.mark.attention
 
 def test_a_step_trains_the_mask_and_nothing_differs_but_the_mask(monkeypatch):
     made = []
-    monkeypatch.setattr(bench, "Transformer", lambda *sizes: made.append(Transformer(*sizes)) or made[-1])
+    monkeypatch.setattr(bench, "Transformer", lambda **sizes: made.append(Transformer(**sizes)) or made[-1])
     for masked in (False, True):
-        bench.training_step((2, 5, 8, 2, 2, 4), masked)()
-    plain, masked = (sum(p.numel() for p in model.parameters()) for model in made)
-    assert masked - plain == 2 * 5 * 5
-    first, second = (dict(model.named_parameters()) for model in made)
-    assert set(second) - set(first) == {f"blocks.{layer}.attention.mask" for layer in (0, 1)}
-    assert all(block.attention.mask.grad.abs().sum() > 0 for block in made[1].blocks)
+        bench.training_step((2, 5, 8, 2, 2), masked)()
+    plain, masked = (dict(model.named_parameters()) for model in made)
+    assert set(masked) - set(plain) == {f"blocks.{layer}.attention.mask" for layer in (0, 1)}
+    assert all(mask.shape == (5, 5) and mask.grad.abs().sum() > 0 for mask in masks(made[1]).values())
 
 
-def test_table(capsys, monkeypatch):
-    monkeypatch.setattr(bench, "SIZES", [(2, 5, 8, 2, 2, 4), (2, 9, 8, 2, 2, 4)])
-    monkeypatch.setattr(bench, "memory", lambda size: [1.0, 2.0])
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_library_s_model_computes_the_same(masked):
+    draws = torch.Generator().manual_seed(0)
+    model = init_weights(GPT(vocabulary=7, block=6, dim=8, depth=2, heads=2), draws)
+    if masked:
+        bench.set_masks(model, (2, 6, 6), draws)
+    ids = torch.randint(7, (3, 6), generator=draws)
+    ours = model(ids)
+    for block in model.transformer.blocks:
+        block.attention = bench.LibraryAttention(block.attention)
+    torch.testing.assert_close(model(ids), ours)
+
+
+def test_tables(capsys, monkeypatch):
+    monkeypatch.setattr(bench, "SIZES", [(2, 5, 8, 2, 2), (2, 9, 8, 2, 2)])
     monkeypatch.setattr(bench, "LANGUAGE", [(2, 4)])
+    monkeypatch.setattr(bench, "memory", lambda size: [1.0, 2.0])
+    ticks = iter(range(10**6))
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: next(ticks) ** 2)  # each step takes longer than the last
+    assert bench.times([lambda: None, lambda: None], 2) == [[25, 33], [29, 37]]  # rounds 4 and 5: 13^2 - 12^2, ...
     bench.main(["--repeats", "2"])
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in lines[3:5]] == ["5", "9"]
+    assert [line.split()[1] for line in lines[3:5]] == ["5", "9"] and lines[3].split()[-2:] == ["1", "2"]
     assert len(lines) == 8 and lines[-1].split()[:2] == ["2", "4"]
-
-
-def test_ctrl_c_stops_it(monkeypatch):
-    monkeypatch.setattr(runs, "interrupted", lambda: True)
-    with pytest.raises(KeyboardInterrupt):
-        bench.overhead(lambda: None, lambda: None, 2)
+    assert all(line.split()[3].startswith("+") for line in lines[3:5])  # masked came second, and took longer
+    assert all(float(ratio) > 1 for ratio in lines[-1].split()[-2:])
 
 
 def test_memory_is_measured_in_processes_of_their_own():
     """At least the attention of both layers, which the backward pass needs: (256, 2, 64, 64) float32 each."""
-    assert min(bench.memory((256, 64, 64, 2, 2, 32))) > 2 * 256 * 2 * 64 * 64 * 4 / 2**20
+    assert min(bench.memory((256, 64, 64, 2, 2))) > 2 * 256 * 2 * 64 * 64 * 4 / 2**20
 
 
 @pytest.mark.parametrize("flags", [["--repeats", "1"], ["--repeats", "x"], ["--nosuch"]])

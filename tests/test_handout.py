@@ -76,14 +76,14 @@ def test_a_folder_that_is_not_there_is_not_made(tmp_path, capsys):
 def test_a_long_name_and_a_checkout_that_is_read_only(tmp_path, monkeypatch):
     source, target = tmp_path / "checkout", tmp_path / ("x" * 250)
     (source / "tests").mkdir(parents=True)
-    (source / "tests" / "test_readme.py").touch()
+    (source / "tests" / "test_pages.py").touch()
     (source / "tinymask").symlink_to(handout.ROOT / "tinymask")
     for folder in (source / "tests", source):
         folder.chmod(0o555)
     monkeypatch.setattr(handout, "ROOT", source)
     monkeypatch.setattr(handout, "EXERCISES", [])
     handout.main([str(target)])
-    assert (target / "EXERCISES.md").exists() and not (target / "tests" / "test_readme.py").exists()
+    assert (target / "EXERCISES.md").exists() and not (target / "tests" / "test_pages.py").exists()
     for folder in (source / "tests", source):
         folder.chmod(0o755)
 

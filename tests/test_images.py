@@ -1,8 +1,16 @@
-"""Image sets from files of the exact official layout, the built-in sets, and augmentation."""
+"""Image sets from files of the exact official layout and from folders, the built-in sets, batches, augmentation."""
 import gzip
 import hashlib
-import io
+import itertools
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import struct
+import sys
 import tarfile
+import types
 
 import numpy
 import pytest
@@ -11,287 +19,337 @@ import torch
 from tinymask import images
 
 pytestmark = pytest.mark.vit
+B = os.fsdecode(b"b\xe9\n") if sys.platform == "linux" else "b"  # a name that is not UTF-8, where there are such
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def refused(said, call, *arguments, error=ValueError):
+    """The message of a call that is refused: one line that can be printed, with `said` in it."""
+    with pytest.raises(error) as caught:
+        call(*arguments)
+    assert said in str(caught.value) and str(caught.value).isprintable(), str(caught.value)
+    return str(caught.value)
 
 
 def records(name, count, seed=0):
     """Random labels and pixels, and the bytes of a file that holds them."""
-    draw = numpy.random.default_rng(seed)
-    about = images.CIFAR[name]
-    labels = draw.integers(0, about["classes"], (count, 1), dtype=numpy.uint8)
-    coarse = draw.integers(0, 20, (count, about["label_bytes"] - 1), dtype=numpy.uint8)
-    pixels = draw.integers(0, 256, (count, 3072), dtype=numpy.uint8)
-    return labels[:, 0], pixels.reshape(count, 3, 32, 32), numpy.hstack([coarse, labels, pixels]).tobytes()
+    draw, about = numpy.random.default_rng(seed), images.CIFAR[name]
+    data = draw.integers(0, 256, (count, about["label_bytes"] + 3072), dtype=numpy.uint8)
+    data[:, about["label_bytes"] - 1] %= about["classes"]
+    return data[:, -3073].tolist(), data[:, -3072:].reshape(count, 3, 32, 32), data.tobytes()
 
 
 def write(name, folder, files, archive):
-    """Files (name -> bytes) as the extracted folder in `folder`, or as the archive."""
-    about = images.CIFAR[name]
-    if not archive:
-        (folder / about["folder"]).mkdir(parents=True)
-        for file, data in files.items():
-            (folder / about["folder"] / file).write_bytes(data)
-        return folder / about["folder"]
-    with tarfile.open(folder / about["archive"], "w:gz") as tar:
-        for file, data in files.items():
-            member = tarfile.TarInfo(f"{about['folder']}/{file}")
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
-    return folder / about["archive"]
+    """Files (name -> bytes) as the extracted folder in `folder`, or as the archive. Returns its path."""
+    source, packed = folder / images.CIFAR[name]["folder"], folder / images.CIFAR[name]["archive"]
+    source.mkdir()
+    for file, data in files.items():
+        (source / file).write_bytes(data)
+    if archive:
+        with tarfile.open(packed, "w:gz") as tar:
+            tar.add(source, source.name)
+        shutil.rmtree(source)
+    return packed if archive else source
 
 
 @pytest.mark.parametrize("archive", [False, True])
-def test_cifar10_layout(archive, tmp_path):
-    """Five batch files in order, a test file, and the text files that lie beside them."""
-    parts = [records("cifar10", 7, seed) for seed in range(5)]
-    test = records("cifar10", 5, 9)
-    files = {f"data_batch_{k + 1}.bin": part[2] for k, part in enumerate(parts)}
-    files = dict(reversed(files.items())) | {"test_batch.bin": test[2], "batches.meta.txt": b"cat\n"}
-    write("cifar10", tmp_path, files, archive)
-    x, y, test_x, test_y = images.load_cifar("cifar10", tmp_path)
-    assert x.shape == (35, 3, 32, 32) and x.dtype == torch.uint8 and y.dtype == torch.int64
+@pytest.mark.parametrize("name, trained", [("cifar10", [f"data_batch_{k}.bin" for k in range(1, 6)]),
+                                           ("cifar100", ["train.bin"])])
+def test_cifar_from_files_of_the_official_layout(name, trained, archive, tmp_path):
+    """Training files in the order of their names, one to test; of CIFAR-100 the fine label; nothing is written."""
+    parts, test = [records(name, 9, seed) for seed in range(len(trained))], records(name, 5, 9)
+    files = {file: part[2] for file, part in zip(trained, parts)} | {"._" + trained[0]: b"", "batches.meta.txt": b"cat"}
+    files |= {"test_batch.bin" if name == "cifar10" else "test.bin": test[2]}
+    write(name, tmp_path, dict(reversed(files.items())), archive)
+    before = sorted(tmp_path.rglob("*"))
+    x, y, test_x, test_y = images.load_cifar(name, tmp_path)
+    assert x.dtype == torch.uint8 and y.dtype == torch.int64 and y.tolist() == [k for part in parts for k in part[0]]
     assert numpy.array_equal(x, numpy.concatenate([part[1] for part in parts]))
-    assert y.tolist() == [int(label) for part in parts for label in part[0]]
-    assert numpy.array_equal(test_x, test[1]) and test_y.tolist() == test[0].tolist()
+    assert numpy.array_equal(test_x, test[1]) and test_y.tolist() == test[0]
+    assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("archive", [False, True])
-def test_cifar100_takes_the_fine_label(archive, tmp_path):
-    train, test = records("cifar100", 11), records("cifar100", 3, 1)
-    write("cifar100", tmp_path, {"train.bin": train[2], "test.bin": test[2], "fine_label_names.txt": b""}, archive)
-    x, y, test_x, test_y = images.load_cifar("cifar100", tmp_path)
-    assert numpy.array_equal(x, train[1]) and y.tolist() == train[0].tolist() and max(y) >= 20
-    assert numpy.array_equal(test_x, test[1]) and test_y.tolist() == test[0].tolist()
-
-
-def test_planes_and_rows_by_hand(tmp_path):
+def test_planes_and_rows_by_hand_and_a_folder_wins_over_an_archive(tmp_path):
     """A record is the label, then the red, green and blue plane, each row by row."""
     pixels = numpy.zeros(3072, dtype=numpy.uint8)
     pixels[[1, 1024 + 32, 2048 + 1023]] = 10, 20, 30  # red (0, 1), green (1, 0), blue (31, 31)
-    data = bytes([7]) + pixels.tobytes()
-    write("cifar10", tmp_path, {"data_batch_1.bin": data, "test_batch.bin": data}, False)
+    write("cifar10", tmp_path, dict.fromkeys(["data_batch_1.bin", "test_batch.bin"], records("cifar10", 9)[2]), True)
+    write("cifar10", tmp_path, dict.fromkeys(["data_batch_1.bin", "test_batch.bin"], b"\7" + pixels.tobytes()), False)
     x, y, *_ = images.load_cifar("cifar10", tmp_path)
     assert y.tolist() == [7] and (x[0, 0, 0, 1], x[0, 1, 1, 0], x[0, 2, 31, 31]) == (10, 20, 30) and x.sum() == 60
 
 
-def test_a_folder_wins_over_an_archive(tmp_path):
-    mine, other = records("cifar100", 2), records("cifar100", 9)
-    write("cifar100", tmp_path, {"train.bin": other[2], "test.bin": other[2]}, True)
-    write("cifar100", tmp_path, {"train.bin": mine[2], "test.bin": mine[2]}, False)
-    assert len(images.load_cifar("cifar100", tmp_path)[0]) == 2
-
-
-def bad_file(tmp_path, data, archive, name="cifar10"):
-    files = {"data_batch_1.bin": data, "test_batch.bin": records("cifar10", 1)[2]}
-    return write(name, tmp_path, files, archive)
-
-
-@pytest.mark.parametrize("archive", [False, True])
 @pytest.mark.parametrize("data, said", [(b"", "0 bytes"), (records("cifar10", 2)[2][:-1], "6,145 bytes"),
-                                        (bytes([10]) + bytes(3072), "record 0 has label 10")])
-def test_a_bad_file_is_named_with_what_was_wanted(data, said, archive, tmp_path):
-    source = bad_file(tmp_path, data, archive)
-    with pytest.raises(ValueError, match=said) as error:
-        images.load_cifar("cifar10", tmp_path)
-    assert f"{source}/data_batch_1.bin" in str(error.value) and "\n" not in str(error.value)
+                                        (records("cifar10", 1)[2] + b"\12" + bytes(3072), "record 1 has label 10")])
+def test_a_bad_file_is_named_with_what_was_wanted(data, said, tmp_path):
+    source = write("cifar10", tmp_path, {"data_batch_1.bin": data, "test_batch.bin": b""}, True)
+    assert f"{source}/data_batch_1.bin" in refused(said, images.load_cifar, "cifar10", tmp_path)
 
 
-def test_missing_truncated_and_foreign_archives(tmp_path):
-    with pytest.raises(FileNotFoundError, match="cifar-10-binary.tar.gz") as error:
-        images.load_cifar("cifar10", tmp_path)
-    assert "170,052,171" in str(error.value) and images.BASE in str(error.value) and "--download" in str(error.value)
-    archive = bad_file(tmp_path, records("cifar10", 40)[2], True)
-    whole = archive.read_bytes()
-    for data in (whole[: len(whole) // 2], b"", b"<html>503</html>"):
-        archive.write_bytes(data)
-        with pytest.raises(ValueError, match="delete it") as error:
-            images.load_cifar("cifar10", tmp_path)
-        assert str(archive) in str(error.value) and "\n" not in str(error.value)
-    folder = write("cifar10", tmp_path, {"data_batch_1.bin": records("cifar10", 1)[2]}, False)
-    with pytest.raises(ValueError, match="no test file") as error:
-        images.load_cifar("cifar10", tmp_path)
-    assert str(folder) in str(error.value)
-
-
-def test_the_checksum_is_asked_of_official_archives_only(tmp_path):
-    archive = tmp_path / "x.tar.gz"
-    data = gzip.compress(b"abc" * 100)
+def test_missing_damaged_and_foreign_archives(tmp_path, monkeypatch):
+    load, data = (lambda: images.load_cifar("cifar10", tmp_path)), records("cifar10", 4)[2]
+    message = refused(f"{tmp_path}/cifar-10-binary.tar.gz is missing", load, error=FileNotFoundError)
+    assert "170,052,171 bytes" in message and f"{images.BASE}cifar-10-binary.tar.gz" in message
+    archive = write("cifar10", tmp_path, {"data_batch_1.bin": data, "test_batch.bin": data}, True)
+    data = archive.read_bytes()
+    flipped = data[:-6] + bytes([data[-6] ^ 1]) + data[-5:]  # in gzip's own checksum
+    for bad in (data[: len(data) // 2], b"", b"<html>503</html>", flipped, gzip.compress(b"no tar")):
+        archive.write_bytes(bad)
+        assert str(archive) in refused("delete it", load)
     archive.write_bytes(data)
-    about = dict(size=len(data), sha256=hashlib.sha256(data).hexdigest())
-    images.check_archive(archive, about)
-    images.check_archive(archive, about | {"size": 4, "sha256": "0"})  # another size: somebody's own
-    archive.write_bytes(data[:-6] + bytes([data[-6] ^ 1]) + data[-5:])  # in gzip's own checksum
-    with pytest.raises(OSError, match="CRC"):
-        images.check_archive(archive, about | {"size": 4})
-    archive.write_bytes(data)
-    with pytest.raises(ValueError, match="sha256"):
-        images.check_archive(archive, about | {"sha256": "0"})
+    about = images.CIFAR["cifar10"] | {"size": len(data)}  # of the official size: the checksum is asked for
+    monkeypatch.setitem(images.CIFAR, "cifar10", about | {"sha256": hashlib.sha256(data).hexdigest()})
+    assert len(load()[0]) == 4
+    monkeypatch.setitem(images.CIFAR, "cifar10", about)
+    refused(f"wanted {about['sha256']}", load)
+    source = write("cifar10", tmp_path, {"data_batch_1.bin": records("cifar10", 1)[2], "cat.txt": b""}, False)
+    refused(f"{source}: no test file there (found: data_batch_1.bin)", load)
 
 
-@pytest.mark.parametrize("relation", ["local", "global"])
-def test_builtin_labels_can_be_read_off_the_image(relation):
-    """Name every tile by the nearest texture, then read off the class by the rule of the set, in both directions."""
-    train_x, train_y, x, y = images.builtin(relation, train=20, test=300, seed=3)
-    assert x.shape == (300, 3, 32, 32) and train_x.shape[0] == len(train_y) == 20
-    textures = torch.randint(0, 200, (10, 3, 4, 4), generator=torch.Generator().manual_seed(3))
+@pytest.mark.parametrize("relation, data_hash", [("local", "22dd4728dd70"), ("global", "789426ec06fe")])
+def test_builtin_sets_follow_their_rule(relation, data_hash):
+    """Every tile is named by the nearest texture; 0.8 + 0.2 / 10 of the tiles are as the rule of the class says."""
+    assert images.fingerprint(images.builtin(relation)) == data_hash  # as in results/vit-controls.jsonl
+    train_x, train_y, x, y = images.builtin(relation, train=300, test=300, seed=3)
+    assert not torch.equal(train_x, x) and not torch.equal(train_y, y) and set(y.tolist()) == set(range(10))
+    textures = torch.randint(0, 200, (10, 3, 4, 4), generator=generator(3))
     tiles = x.reshape(300, 3, 8, 4, 8, 4).permute(0, 2, 4, 1, 3, 5)[:, :, :, None]  # (P, 8, 8, 1, 3, 4, 4)
-    error = (tiles.float() - textures).abs().mean(dim=(-3, -2, -1))  # (P, 8, 8, 10)
-    names = error.argmin(-1)
-    assert error.amin(-1).max() < 15
-    right = 0
-    for image, label in zip(names, y):
-        found = []  # in each direction: how clear it is, and the class
-        for grid in (image, image.T):
-            if relation == "local":
-                count = ((grid[:, 1:] - grid[:, :-1]) % 10).flatten().bincount(minlength=10)
-                found.append((count.max().item(), count.argmax().item()))
-            else:
-                left, right_half = (half.flatten().bincount(minlength=10) for half in (grid[:, :4], grid[:, 4:]))
-                found.append(((left.max() + right_half.max()).item(),
-                              (right_half.argmax() - left.argmax()).item() % 10))
-        right += max(found)[1] == label
-    assert right > 290
-
-
-def test_builtin_sets_are_repeatable_and_a_tile_alone_says_nothing():
-    local, again, far = (images.builtin(relation, 3000, 10) for relation in ("local", "local", "global"))
-    assert torch.equal(local[0], again[0]) and torch.equal(local[1], far[1]) and not torch.equal(local[0], far[0])
-    assert set(local[1].tolist()) == set(range(10))
-    for images_of, labels in (local[:2], far[:2]):  # mean colours of a class are those of all
-        means = torch.stack([images_of[labels == c].float().mean() for c in range(10)])
-        assert (means - images_of.float().mean()).abs().max() < 4
-    with pytest.raises(ValueError, match="relation"):
-        images.builtin("near")
-
-
-def test_fingerprints_tell_sets_apart():
-    local, far = (images.builtin(relation, 200, 20) for relation in ("local", "global"))
-    assert images.fingerprint(local) == images.fingerprint(images.builtin("local", 200, 20)) != images.fingerprint(far)
-    labels = local[3].clone()
-    labels[7] += 1
-    assert images.fingerprint((*local[:3], labels)) != images.fingerprint(local)
-
-
-def test_a_killed_decoding_does_not_leave_word_of_an_older_one(tmp_path, monkeypatch):
-    image = pytest.importorskip("PIL.Image")
-    for part in ("train", "val"):
-        (tmp_path / part / "a").mkdir(parents=True)
-        for number in range(4):
-            image.new("RGB", (8, 8), (200, 0, 0)).save(tmp_path / part / "a" / f"{number}.png")
-    whole = images.load_folder(tmp_path, 8, classes=1)[0].clone()
-    old = (tmp_path / "train" / "a" / "0.png").read_bytes()
-    (tmp_path / "train" / "a" / "0.png").write_bytes(old + b"x")
-    monkeypatch.setattr(images, "_decode", lambda *_: 1 / 0)
-    monkeypatch.setattr(images.Path, "write_text", lambda *_, **__: 1 / 0)  # killed: nothing is written any more
-    with pytest.raises(ZeroDivisionError):
-        images.load_folder(tmp_path, 8, classes=1)
-    monkeypatch.undo()
-    (tmp_path / "train" / "a" / "0.png").write_bytes(old)
-    assert torch.equal(images.load_folder(tmp_path, 8, classes=1)[0], whole)
-    for path in (tmp_path / "val" / "a").iterdir():
-        path.unlink()
-    with pytest.raises(ValueError, match="no image in this class folder"):
-        images.load_folder(tmp_path, 8, classes=1)
-
-
-def test_flip_and_crop_by_hand():
-    generator = torch.Generator().manual_seed(0)
-    image = torch.arange(1, 17, dtype=torch.uint8).reshape(1, 1, 4, 4).expand(400, 3, 4, 4)
-    out = images.flip_and_crop(image, generator, pad=1)
-    padded = torch.nn.functional.pad(image[0, 0], (1,) * 4)
-    mirrored = torch.nn.functional.pad(image[0, 0].flip(-1), (1,) * 4)
-    windows = {tuple(source[r:r + 4, c:c + 4].flatten().tolist()): which for which, source in
-               (("plain", padded), ("mirrored", mirrored)) for r in range(3) for c in range(3)}
-    seen = [windows[tuple(crop.flatten().tolist())] for crop in out[:, 0]]  # each is one of the 18 windows
-    assert 0.4 < seen.count("mirrored") / 400 < 0.6 and torch.equal(out[:, 0], out[:, 2]) and out.dtype == torch.uint8
-    assert len({tuple(crop.flatten().tolist()) for crop in out[:, 0]}) == 18
-
-
-def test_random_erasing_hits_a_rectangle():
-    out = images.random_erasing(torch.ones(500, 3, 32, 32), torch.Generator().manual_seed(0), 0.25)
-    erased = (out == 0).all(dim=1)  # (B, S, S)
-    hit = erased.flatten(1).any(1)
-    assert 0.15 < hit.float().mean() < 0.35 and torch.equal(erased, (out == 0).any(dim=1))
-    for mask in erased[hit]:
-        rows, columns = mask.any(1).sum(), mask.any(0).sum()
-        assert mask.sum() == rows * columns and 0.01 < mask.float().mean() < 0.4
-
-
-def test_soft_labels_by_hand():
-    assert torch.allclose(images.soft_labels(torch.tensor([1]), 4, 0.2), torch.tensor([[0.05, 0.85, 0.05, 0.05]]))
-
-
-@pytest.mark.parametrize("mixup, cutmix", [(0.8, 0.0), (0.0, 1.0), (0.8, 1.0)])
-def test_images_and_labels_are_mixed_by_the_same_share(mixup, cutmix):
-    """Images that hold their own class as brightness: the share of each in an image is that in its label."""
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(50):
-        x, targets = torch.zeros(2, 3, 32, 32), torch.eye(2)
-        x[1] = 1
-        mixed, soft = images.mixup_or_cutmix(x, targets, generator, mixup, cutmix)
-        assert torch.allclose(mixed.mean(dim=(1, 2, 3)), soft[:, 1], atol=1e-5)
-        assert torch.allclose(soft.sum(1), torch.ones(2))
-    assert images.mixup_or_cutmix(x, targets, generator, 0, 0)[0] is x
+    tiles = (tiles.float() - textures).abs().mean(dim=(-3, -2, -1)).argmin(-1)  # (P, 8, 8)
+    kept = []  # in each direction: the share of tiles of each image that are as the rule says
+    for grid in (tiles, tiles.transpose(1, 2)):
+        if relation == "local":
+            kept.append(((grid[:, :, 1:] - grid[:, :, :-1]) % 10 == y[:, None, None]).float().mean(dim=(1, 2)))
+        else:
+            left, right = grid[:, :, :4].flatten(1), grid[:, :, 4:].flatten(1)
+            texture = left.mode(dim=1).values[:, None]
+            kept.append(((left == texture).float() + (right == (texture + y[:, None]) % 10)).mean(dim=1) / 2)
+    assert 0.4 < (kept[0] > kept[1]).float().mean() < 0.6
+    assert torch.maximum(*kept).mean() == pytest.approx(0.82, abs=0.02)
+    refused("'near'", images.builtin, "near")
 
 
 @pytest.fixture
-def jpegs(tmp_path):
-    """Two classes in the layout of ImageNet: three training images each, one to test, of several sizes, some grey."""
-    image = pytest.importorskip("PIL.Image")
-    for part, count in (("train", 3), ("val", 1)):
-        for number, name in enumerate(("n01", "n02")):
-            folder = tmp_path / "set" / part / name
-            folder.mkdir(parents=True)
+def folder(tmp_path):
+    """Two classes: five training images each and one to test, of 8 x 8 pixels of the brightness 10, 20, ..."""
+    image, brightness = pytest.importorskip("PIL.Image"), itertools.count(10, 10)
+    for part, count in (("train", 5), ("val", 1)):
+        for name in ("a", B):
+            (tmp_path / "set" / part / name).mkdir(parents=True)
             for k in range(count):
-                mode, colour = ("L", 100 * number) if k == 1 else ("RGB", (100 * number, 20 * k, 50))
-                image.new(mode, (20 + 5 * k, 16), colour).save(folder / f"{name}_{k}.JPEG", quality=95)
+                image.new("L", (8, 8), next(brightness)).save(tmp_path / "set" / part / name / f"{k}.png")
     return tmp_path / "set"
 
 
-def test_a_folder_of_jpegs(jpegs):
-    x, y, test_x, test_y = images.load_folder(jpegs, size=8, classes=2)
-    assert x.shape == (6, 3, 8, 8) and x.dtype == torch.uint8 and y.tolist() == [0, 0, 0, 1, 1, 1]
-    assert test_x.shape == (2, 3, 8, 8) and test_y.tolist() == [0, 1]
-    assert (x[5, :, 4, 4].int() - torch.tensor([100, 40, 50])).abs().max() < 6
-    assert (x[4, :, 4, 4].int() - 100).abs().max() < 6  # grey: the same in three channels
-    again = images.load_folder(jpegs, size=8, classes=2)
-    assert all(torch.equal(a, b) for a, b in zip((x, y, test_x, test_y), again))
+def test_a_folder_without_what_others_leave_there(folder):
+    """Hidden files and folders are neither classes nor images; nothing is written; the fingerprint is of the files."""
+    fingerprints = [images.fingerprint(images.load_folder(folder, 8, classes=2))]
+    for junk in (".DS_Store", "._a", "Thumbs.db", "a/.DS_Store", "a/Thumbs.db", "a/._0.png"):
+        (folder / "train" / junk).write_bytes(b"junk")
+    for junk in ("train/.ipynb_checkpoints", "train/a/.ipynb_checkpoints", "train/a/more"):
+        (folder / junk).mkdir()
+    files = sorted(folder.rglob("*"))
+    x, y, test_x, test_y = images.load_folder(folder, 8, classes=2)
+    assert [image.unique().tolist() for image in x] == [[10 * k] for k in range(1, 11)] and len(x) == 10
+    assert [image.unique().tolist() for image in test_x] == [[110], [120]] and test_y.tolist() == [0, 1]
+    assert y.tolist() == [0] * 5 + [1] * 5 and x[9].shape == (3, 8, 8) and x[9].dtype == torch.uint8
+    assert images.names_hash(x.names) == hashlib.sha256(os.fsencode(f"a\n{B}")).hexdigest()[:12]
+    assert sorted(folder.rglob("*")) == files
+    moved = folder.rename(folder.with_name("elsewhere"))
+    for change in (lambda file: None, lambda file: file.rename(moved / "val" / "a" / "1.png"),
+                   lambda file: (moved / "val" / "a" / "1.png").write_bytes(b"x")):
+        change(moved / "val" / "a" / "0.png")
+        fingerprints.append(images.fingerprint(images.load_folder(moved, 8, classes=2)))
+    assert fingerprints[0] == fingerprints[1] and len(set(fingerprints)) == 3
 
 
-def test_an_interrupted_cache_goes_on(jpegs, monkeypatch):
-    decode, calls = images._decode, []
+def test_decoding_by_hand(folder):
+    """Shorter side resized, middle cut out; R, G, B; 16 bits scaled to 8; turned as EXIF says."""
+    from PIL import Image
 
-    def stop_at_third(path, size):
-        calls.append(path)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return decode(path, size)
+    def decoded(array, size, exif=None, **format):
+        Image.fromarray(array).save(folder / "train" / "a" / "0.png", exif=exif or b"", **format)
+        return images.load_folder(folder, size, classes=2)[0][0]
 
-    monkeypatch.setattr(images, "_decode", stop_at_third)
-    with pytest.raises(KeyboardInterrupt):
-        images.load_folder(jpegs, size=8, classes=2)
-    x, *_ = images.load_folder(jpegs, size=8, classes=2)
-    assert len(calls) == 3 + 4 + 2  # the two that were done are not decoded again
-    assert torch.equal(x[0], torch.tensor(decode(jpegs / "train" / "n01" / "n01_0.JPEG", 8)))
-    (jpegs / "train" / "n01" / "n01_2.JPEG").unlink()
-    assert len(images.load_folder(jpegs, size=8, classes=2)[0]) == 5  # another list of files: decoded anew
-
-
-def test_broken_folders_are_named(jpegs, tmp_path):
-    with pytest.raises(FileNotFoundError, match="train is missing"):
-        images.load_folder(tmp_path / "nosuch")
-    with pytest.raises(ValueError, match="2 class folders, wanted 100"):
-        images.load_folder(jpegs)
-    (jpegs / "val" / "n02").rename(jpegs / "val" / "n03")
-    with pytest.raises(ValueError, match="class folder n02"):
-        images.load_folder(jpegs, size=8, classes=2)
-    (jpegs / "val" / "n03").rename(jpegs / "val" / "n02")
-    broken = jpegs / "train" / "n02" / "n02_1.JPEG"
-    for data in (b"", b"not an image", broken.read_bytes()[:200]):
-        broken.write_bytes(data)
-        with pytest.raises(ValueError, match="n02_1.JPEG: not a readable image") as error:
-            images.load_folder(jpegs, size=8, classes=2)
-        assert "\n" not in str(error.value)
+    ramp = numpy.tile(numpy.arange(40, dtype=numpy.uint8)[:, None] * 6, (1, 20))  # (40, 20): brighter downwards
+    wanted = 6 * (10 + 2 * torch.arange(10) + 0.5)[:, None]  # two rows make one; rows 10 to 29 are the middle
+    for found in (decoded(ramp, 10)[0], decoded(ramp.T, 10)[0].T):
+        assert found.shape == (10, 10) and (found - wanted).abs().max() <= 1
+    colour = numpy.arange(48, dtype=numpy.uint8).reshape(4, 4, 3)
+    values = numpy.arange(256).reshape(16, 16)
+    wide = values * 257 - 100 * (values > 0)
+    assert numpy.array_equal(decoded(wide.astype(numpy.uint16), 16)[1], values)  # pillow's mode I;16
+    wide[0, 0], wide[15, 15] = -1000, 70_000
+    assert numpy.array_equal(decoded(wide.astype(numpy.int32), 16, format="TIFF")[1], values)  # I
+    for orientation, turns in ((1, 0), (3, 2), (6, -1), (8, 1)):  # quarters against the clock
+        fields = struct.pack(">HHIHxx HHI4s", 0x0112, 3, 1, orientation, 0x011A, 2, 4, b"abc")  # no resolution: damaged
+        exif = b"Exif\0\0MM\0*" + struct.pack(">IH", 8, 2) + fields + bytes(4)
+        assert numpy.array_equal(decoded(colour, 4, exif), numpy.rot90(colour, turns).transpose(2, 0, 1))
 
 
-def test_the_class_list_has_a_name_of_its_own():
-    assert images.names_hash(["a", "b"]) == hashlib.sha256(b"a\nb").hexdigest()[:12] != images.names_hash(["a", "c"])
+def test_broken_folders_are_refused_at_once(folder, monkeypatch):
+    def load(classes=2):
+        return images.load_folder(folder, 8, classes)
+
+    image, class_b = folder / "val" / B / "0.png", folder / "val" / B
+    refused("a/train is missing: wanted 100", images.load_folder, folder / "train" / "a", error=FileNotFoundError)
+    refused("train: 2 class folders, wanted 100", images.load_folder, folder)
+    class_b.rename(folder / "val" / "c")
+    refused("class folder b", load)
+    (folder / "val" / "c").rename(class_b)
+    image.rename(folder / "0.png")
+    refused(f"{images.printable(class_b)}: no image", load)
+    for link, target in ((image, folder / "0.png"), (folder / "train" / "c", class_b)):
+        link.symlink_to(folder / "gone")
+        refused(f"{images.printable(link)}: a link to nothing", load)
+        link.unlink()
+        link.symlink_to(target)
+    refused("train: 3 class folders", load)  # a link that leads somewhere is as good as what is there
+    (folder / "train" / "c").unlink()
+    assert load()[2][1].unique().tolist() == [120]
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    refused("pip install 'tinymask[images]'", load)
+
+
+def test_images_that_are_none_are_named(folder):
+    x, y, *_ = images.load_folder(folder, 8, classes=2)
+    for broken in (b"", b"not an image", (folder / "train" / "a" / "0.png").read_bytes()[:50]):
+        (folder / "train" / B / "0.png").write_bytes(broken)
+        refused("0.png: not a readable image", x.__getitem__, 5, error=OSError)
+    batches = images.in_order(x, y, 5)
+    assert next(batches)[1].tolist() == [0] * 5
+    refused("0.png: not a readable image", next, batches, error=OSError)
+    assert not multiprocessing.active_children()
+
+
+def test_batches_of_a_folder_go_on_where_they_were(folder):
+    """Also after Ctrl-C to the workers; neither the generator's state nor torch's has part in it."""
+    x, y, *_ = images.load_folder(folder, 8, classes=2)
+    state, draws = torch.get_rng_state(), generator(1)
+    batches = images.training_batches(x, y, 6, draws)
+    first = [next(batches) for _ in range(2)]
+    workers = multiprocessing.active_children()
+    first += [next(batches) for _ in workers]  # each of them is at work now
+    for worker in workers:
+        assert os.getsid(worker.pid) == worker.pid
+        os.kill(worker.pid, signal.SIGINT)
+    first += [next(batches) for _ in range(10)]
+    batches.close()
+    assert workers and not multiprocessing.active_children() and torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(draws.get_state(), generator(1).get_state())
+    torch.rand(5, generator=draws)
+    for before, again in zip(first[3:], images.training_batches(x, y, 6, draws, first=3)):
+        assert torch.equal(before[0], again[0]) and torch.equal(before[1], again[1]) and len(again[1]) == 6
+    values = torch.stack([batch[:, 0, 0, 0] for batch, _ in first])  # (steps, 6): 10 to 100
+    assert torch.equal(torch.stack([labels for _, labels in first]), (values > 50).long())
+    assert set(values.flatten().tolist()) == set(range(10, 101, 10)) and len(values.unique(dim=0)) == len(values)
+    assert any(len(row.unique()) < 6 for row in values)  # drawn with replacement
+    other = next(images.training_batches(x, y, 6, generator(2)))[0]
+    assert not any(torch.equal(other, batch) for batch, _ in first)
+
+
+def test_batches_of_tensors_are_drawn_one_by_one():
+    x, y, draws, reference = torch.arange(60).view(20, 3, 1, 1), torch.arange(20), generator(4), generator(4)
+    for batch, labels in itertools.islice(images.training_batches(x, y, 7, draws, first=2), 3):
+        wanted = torch.randint(20, (7,), generator=reference)
+        assert torch.equal(batch, x[wanted]) and torch.equal(labels, wanted)
+        assert torch.rand(1, generator=draws) == torch.rand(1, generator=reference)
+
+
+@pytest.mark.parametrize("tensor", [True, False])
+def test_in_order_and_sample(tensor, folder):
+    x, y, *_ = images.load_folder(folder, 8, classes=2)
+    x = torch.stack(list(x)) if tensor else x
+    batches, labels = zip(*images.in_order(x, y, 4))
+    assert [len(batch) for batch in batches] == [4, 4, 2] and torch.equal(torch.cat(labels), y)
+    assert torch.cat(batches)[:, 2, 7, 7].tolist() == list(range(10, 101, 10))
+    drawn = [images.sample(x, 6, generator(seed))[:, 0, 0, 0].tolist() for seed in range(40)]
+    assert all(len(set(values)) == 6 for values in drawn) and len(set(map(tuple, drawn))) == 40
+    assert all(sum(values.count(10 * k) for values in drawn) > 10 for k in range(1, 11))  # of 24 that are expected
+    assert images.sample(x, 6, generator(0))[:, 0, 0, 0].tolist() == drawn[0]
+    assert len(images.sample(x, 64, generator())[:, 0, 0, 0].unique()) == 10
+
+
+def test_workers_can_be_spawned(folder, monkeypatch):
+    """What torch hands to a worker can be pickled, as Windows and macOS need it."""
+    seen = {}
+    monkeypatch.setattr(images, "DataLoader", lambda dataset, **options: seen.update(options, dataset=dataset) or [])
+    list(images.in_order(*images.load_folder(folder, 8, classes=2)[:2], 4))
+    dataset, *_ = pickle.loads(pickle.dumps([seen[name] for name in ("dataset", "worker_init_fn", "collate_fn")]))
+    assert torch.equal(dataset[3], seen["dataset"][3]) and seen["num_workers"] > 0
+
+
+def test_flip_and_crop_by_hand():
+    """Each output is one of 18 windows on the padded image or its mirror image; all occur; channels go together."""
+    image = torch.arange(1, 17, dtype=torch.uint8).reshape(1, 1, 4, 4).expand(900, 3, 4, 4)
+    out = images.flip_and_crop(image, generator(), pad=1)
+    sources = [torch.nn.functional.pad(source, (1,) * 4) for source in (image[0, 0], image[0, 0].flip(-1))]
+    windows = {tuple(source[r:r + 4, c:c + 4].flatten().tolist()): (k, r, c)
+               for k, source in enumerate(sources) for r in range(3) for c in range(3)}
+    seen = [windows[tuple(crop.flatten().tolist())] for crop in out[:, 0]]
+    assert min(seen.count(window) for window in windows.values()) > 25  # of 50 that are expected
+    assert torch.equal(out, out[:, :1].expand_as(out)) and out.dtype == torch.uint8
+    empty = (images.flip_and_crop(torch.ones(900, 1, 12, 12), generator()) == 0).all(dim=3).sum(dim=(1, 2))
+    assert sorted(set(empty.tolist())) == [0, 1, 2, 3, 4]
+
+
+def test_random_erasing_of_a_rectangle():
+    """The share of the area is uniform in [0.02, 0.33], the log of the ratio of the sides in [log 0.3, -log 0.3]."""
+    out = images.random_erasing(torch.full((4000, 3, 32, 32), 7.0), generator())
+    assert set(out.unique().tolist()) == {0, 7} and torch.equal(out, out[:, :1].expand_as(out))
+    hit = (out == 0).flatten(1).any(1)
+    erased = out[hit, 0] == 0  # (B, S, S)
+    rows, columns, area = erased.any(2), erased.any(1), erased.float().mean(dim=(1, 2))
+    height, width = rows.sum(1), columns.sum(1)
+    ratio = (height / width).log()
+    assert 0.22 < hit.float().mean() < 0.28 and torch.equal(height * width, erased.sum(dim=(1, 2)))
+    assert 0.015 < area.min() < 0.03 and 0.31 < area.max() < 0.35 and 0.165 < area.mean() < 0.185
+    assert abs(ratio.mean()) < 0.1 and 1.1 < ratio.abs().max() < 1.6  # log 0.3 is -1.2; sides are rounded
+    first = torch.stack([side.float().argmax(1) / (33 - length) for side, length in ((rows, height), (columns, width))])
+    assert (first.mean(1) - 16 / 33).abs().max() < 0.04 and abs(torch.corrcoef(first)[0, 1]) < 0.1
+    assert erased.any(0).all()
+
+
+def test_to_float_and_soft_labels_by_hand():
+    assert images.to_float(torch.tensor([0, 51, 255], dtype=torch.uint8)).tolist() == pytest.approx([-1, -0.6, 1])
+    assert images.soft_labels(torch.tensor([1]), 4, 0.2).tolist() == [pytest.approx([0.05, 0.85, 0.05, 0.05])]
+    assert images.soft_labels(torch.tensor([2, 0]), 3).tolist() == [[0, 0, 1], [1, 0, 0]]
+
+
+@pytest.mark.parametrize("strengths", [(0.3, 0), (0, 0.4), ()])
+def test_images_and_labels_are_mixed_by_the_same_share(strengths, monkeypatch):
+    """Image i of a batch has the brightness i: its mean is that of its soft label. The share from Beta is 0.9 here."""
+    asked, own, blended, cut = set(), [], 0, torch.zeros(32, 32, dtype=torch.bool)
+    beta = types.SimpleNamespace(beta=lambda a, b: asked.add((a, b)) or 0.9)
+    monkeypatch.setattr(numpy.random, "default_rng", lambda seed: beta)
+    draws, x, targets = generator(), torch.arange(5.0)[:, None, None, None].expand(5, 3, 32, 32), torch.eye(5)
+    for _ in range(200):
+        mixed, soft = images.mixup_or_cutmix(x, targets, draws, *strengths)
+        assert torch.allclose(mixed.mean(dim=(1, 2, 3)), soft @ torch.arange(5.0), atol=1e-4)
+        assert torch.allclose(soft.sum(1), torch.ones(5))
+        changed = (mixed != x).any(dim=0)[0]  # (S, S); in cutmix one rectangle for the whole batch
+        assert changed.sum() == changed.any(0).sum() * changed.any(1).sum()
+        blended, cut = blended + mixed.frac().any().item(), cut | (changed & ~changed.all())
+        own += soft.diag()[soft.diag() < 1].tolist()  # the others stayed with themselves
+    assert min(own) == pytest.approx(0.9, abs=0.02) and len(own) > 700
+    if strengths == (0.3, 0):
+        assert asked == {(0.3, 0.3)} and blended > 190 and max(own) == pytest.approx(0.9)
+    elif strengths:  # less is cut at the border
+        assert asked == {(0.4, 0.4)} and blended == 0 and cut.all() and max(own) == pytest.approx(0.975, abs=0.02)
+    else:
+        assert asked == {(0.8, 0.8), (1, 1)} and 70 < blended < 130
+    assert images.mixup_or_cutmix(x, targets, draws, 0, 0)[0] is x
+
+
+def test_augmentation_draws_from_its_generator_alone():
+    x = torch.randint(256, (6, 3, 8, 8), generator=generator(), dtype=torch.uint8)
+    state, found = torch.get_rng_state(), []
+    for seed in (1, 1, 2):
+        draws = generator(seed)
+        mixed, soft = images.mixup_or_cutmix(images.flip_and_crop(x, draws).float(), torch.eye(6), draws)
+        found.append(torch.cat([images.random_erasing(mixed, draws, 0.5).flatten(), soft.flatten()]))
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+    assert len({images.mixup_or_cutmix(x, torch.eye(6), draws, 1, 0)[1][0].max().item() for _ in range(20)}) > 10
+    assert torch.equal(torch.get_rng_state(), state)

@@ -5,14 +5,28 @@ import math
 import pytest
 import torch
 
-from tinymask import Encoder, persistence
-from tinymask.persistence import attention_shift, mask_drift, measures, snapshot, support_mass
+from tinymask import Encoder, ViT, persistence
+from tinymask.persistence import attention_maps, attention_shift, mask_drift, measures, snapshot, support_mass
 
 pytestmark = pytest.mark.attention
 
 
 def test_the_docstring_example():
     assert doctest.testmod(persistence).failed == 0
+
+
+def test_maps_are_what_each_layer_makes_of_what_it_reads_without_drop_path():
+    model = ViT(side=8, patch=4, classes=2, dim=6, depth=3, heads=2, drop_path=0.5)
+    images = torch.randn(2, 3, 8, 8)
+    first, again = attention_maps(model, images), attention_maps(model, images)
+    assert model.training and all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    model.eval()
+    x = model.embed(images)
+    for block, found in zip(model.transformer.blocks, first, strict=True):
+        torch.testing.assert_close(found, block.attention.weights(block.norm1(x)))
+        x = block(x)
+    assert not any(block.attention._forward_pre_hooks for block in model.transformer.blocks)
+    assert not attention_maps(model, images)[0].requires_grad and not model.training
 
 
 def test_support_mass_counts_the_rows_that_have_a_prior():
@@ -50,7 +64,7 @@ def test_mask_drift_is_over_the_finite_entries():
 
 def test_measures_of_a_model_whose_mask_was_moved():
     """With W_Q = 0 the mask alone decides: half of the attention on a pair, then (almost) all of it."""
-    model = Encoder(2, 2, 1, 4, 1, 1)
+    model = Encoder(vocabulary=2, tokens=2, outputs=1, dim=4, depth=1, heads=1)
     attention, inputs = model.transformer.blocks[0].attention, torch.tensor([[0, 1]])
     torch.nn.init.zeros_(attention.query.weight)
     torch.nn.init.zeros_(attention.query.bias)
@@ -58,7 +72,11 @@ def test_measures_of_a_model_whose_mask_was_moved():
     before, support = snapshot(model, inputs), torch.eye(2).flip(0)
     with torch.no_grad():
         attention.mask += 20 * (2 * support - 1)
-    got = measures(before, snapshot(model, inputs), [support])
-    expected = {"support_mass_init": [0.5], "support_mass_final": [1.0], "attention_shift": 0.5, "mask_drift": 20.0}
+        last = snapshot(model, inputs)
+        attention.query.weight[0, :2] = torch.tensor([3.0, 4.0])
+        last = (*last[:2], snapshot(model, inputs)[2])
+    got = measures(before, last, [support])
+    expected = {"support_mass_init": [0.5], "support_mass_final": [1.0], "attention_shift": 0.5, "mask_drift": 20.0,
+                "query_norm_init": [0.0], "query_norm_final": [5.0]}
     assert got == {name: pytest.approx(value) for name, value in expected.items()}
-    assert set(measures(before, before)) == {"attention_shift", "mask_drift"}
+    assert set(measures(before, before)) == {"attention_shift", "mask_drift", "query_norm_init", "query_norm_final"}

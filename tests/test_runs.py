@@ -1,63 +1,112 @@
-"""What the scripts share: flags, result lines, checkpoints, optimiser groups, tables."""
+"""What the scripts share: flags, devices, result lines, checkpoints, tables, downloads, processes."""
+import functools
+import hashlib
 import json
 import math
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tinymask import Encoder, parallel, records, runs
-from tinymask.transformer import parameter_groups
 
 pytestmark = pytest.mark.gotu
 ROOT = Path(__file__).parent.parent
 
 
-def test_every_parameter_is_in_exactly_one_group_and_the_mask_is_not_decayed():
-    model = Encoder(2, 4, 1, 8, 2, 2)
-    for block in model.transformer.blocks:
-        block.attention.set_mask(torch.full((4, 4), 3.0))
-    others, masks = parameter_groups(model, lr=1e-3, mask_lr=1e-2, weight_decay=0.1)
-    listed = [id(p) for group in (others, masks) for p in group["params"]]
-    assert sorted(listed) == sorted(id(p) for p in model.parameters())
-    assert len(masks["params"]) == 2 and masks["weight_decay"] == 0 and masks["lr"] == 1e-2
-    optimizer = torch.optim.Adam([others, masks])
-    before = model.transformer.blocks[0].attention.mask.clone()
-    for _ in range(100):  # zero gradients: decay alone would move it
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p)
-        optimizer.step()
-    assert torch.equal(model.transformer.blocks[0].attention.mask, before)
+def refused(capsys, act, status=2):
+    with pytest.raises(SystemExit) as stop:
+        act()
+    error = capsys.readouterr().err
+    assert stop.value.code == status and len(error.splitlines()) == 1, error
+    return error
 
 
-def test_frozen_parameters_are_not_given_to_the_optimiser():
-    model = Encoder(2, 4, 1, 8, 1, 2)
-    attention = model.transformer.blocks[0].attention
-    for p in (*attention.query.parameters(), *attention.key.parameters()):
-        p.requires_grad_(False)
-    before = {name: p.clone() for name, p in model.named_parameters()}
-    optimizer = torch.optim.Adam(parameter_groups(model, 1e-2, 1e-2, 0.1))
-    for _ in range(10):
-        optimizer.zero_grad()
-        model(torch.zeros(2, 4, dtype=torch.long)).sum().backward()
-        optimizer.step()
-    for name, p in model.named_parameters():
-        assert torch.equal(p, before[name]) == ("query" in name or "key" in name) or p.grad.abs().sum() == 0
+# -- flags, seeds, schedules ------------------------------------------------------------------
 
 
 def test_generators_are_independent_and_repeatable():
-    first, again, other = (torch.rand(3, generator=runs.generator(*key))
-                           for key in ((1, "weights"), (1, "weights"), (1, "batches")))
-    assert torch.equal(first, again) and not torch.equal(first, other)
+    first, again, seed, purpose = (torch.rand(3, generator=runs.generator(*key)) for key in (
+        (1, "weights"), (1, "weights"), (2, "weights"), (1, "batches")))
+    assert torch.equal(first, again) and not torch.equal(first, seed) and not torch.equal(first, purpose)
 
 
-def test_cosine():
-    assert runs.cosine(0, 100) == pytest.approx(1 / 20)
-    assert runs.cosine(50, 100) == pytest.approx(0.5)
-    assert 0 < runs.cosine(99, 100) < 0.001
+@pytest.mark.parametrize("warmup, done", [(20, 0), (20, 7), (0, 0), (5, 3)])
+def test_the_schedule_is_a_warm_up_and_half_a_cosine_for_each_group(warmup, done):
+    weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizer = torch.optim.SGD([{"params": [weights[0]], "lr": 0.5}, {"params": [weights[1]], "lr": 2.0}])
+    for group in optimizer.param_groups if done else []:
+        group["initial_lr"] = group["lr"]  # as a checkpoint has it
+    schedule = runs.cosine_schedule(optimizer, 100, warmup, done)
+    for step in range(done, 100):
+        wanted = min(1, (step + 1) / warmup if warmup else 1) * math.cos(math.pi * step / 200) ** 2
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.5 * wanted, 2 * wanted])
+        optimizer.step()
+        schedule.step()
+
+
+@pytest.mark.parametrize("convert, good, bad", [
+    (runs.number(int, 2, 5), {"2": 2, "5": 5}, ["1", "6", "2.0", "x", ""]),
+    (runs.number(float, 0), {"0": 0.0, "1e-3": 1e-3}, ["-1", "nan", "inf", "1e31", "x"]),
+    (runs.number(float, above=0, high=2), {"2": 2.0, "1e-9": 1e-9}, ["0", "2.1", "-1"]),
+    (runs.LOGIT, {"-10": -10.0, "1e4": 1e4}, ["-10001", "1e5"])])
+def test_numbers_of_flags(convert, good, bad):
+    assert {text: convert(text) for text in good} == good
+    for text in bad:
+        with pytest.raises(Exception, match="wanted a"):
+            convert(text)
+
+
+def test_auto_device_and_missing_devices(capsys):
+    assert runs.pick_device("auto").type in ("cpu", "cuda", "mps")
+    for name in ("tpu", "gpu", "cuda:99", "meta", "", "cpu:x", "a\nb"):
+        assert "--device " + name.replace("\n", " ") in refused(capsys, functools.partial(runs.pick_device, name))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Unix paths")
+@pytest.mark.parametrize("bad", ["/proc/x", "TAKEN", "FILE", "FILE/below", "a\0b", "PIPE", "LINK"])
+def test_unusable_out(bad, tmp_path, capsys):
+    for name in ("PIPE", "LINK"):
+        (tmp_path / name).mkdir()
+    os.mkfifo(tmp_path / "PIPE" / "results.jsonl")
+    (tmp_path / "LINK" / "results.jsonl").symlink_to(tmp_path / "nosuch" / "results.jsonl")
+    (tmp_path / "FILE").write_text("keep", encoding="utf-8")
+    (tmp_path / "TAKEN" / "results.jsonl").mkdir(parents=True)
+    target = bad if bad.startswith("/") else os.path.join(str(tmp_path), bad)
+    assert "--out" in refused(capsys, lambda: runs.open_out(target))
+    assert (tmp_path / "FILE").read_text(encoding="utf-8") == "keep"
+
+
+def test_mean_std_mass_cell_and_table():
+    assert runs.mean_std([1.0, 2.0, 3.0], 2) == "2.00 +- 1.00"
+    assert runs.mean_std([0.5]) == "0.5000" and runs.mean_std([]) == runs.mean_std([None, 1.0]) == "-"
+    masses = [{"support_mass_init": [0.9, a], "support_mass_final": [b, 0.5]} for a, b in ((0.7, 0.2), (0.5, 0.4))]
+    assert runs.mass_cell(masses) == "0.60 +- 0.14 -> 0.30 +- 0.14"  # the least layer of each seed
+    assert runs.mass_cell([{"support_mass_init": [1.0], "support_mass_final": [None]}]) == "1.00 -> -"
+    lines = runs.table(["a", "b"], [["x", 1], ["long", 22]]).splitlines()
+    assert lines == ["a      b", "--------", "x      1", "long  22"]
+    assert runs.table(["a", "b"], [["x", "-"]], optional=1) == "a\n-\nx"
+    assert runs.table(["a", "b"], [["x", "-"], ["y", "1"]], optional=1).splitlines()[0] == "a  b"
+
+
+def test_downloads_are_whole_or_not_there(tmp_path):
+    source, target = tmp_path / "source", tmp_path / "new" / "file"
+    source.write_bytes(b"some bytes")
+    url, right = source.as_uri(), hashlib.sha256(b"some bytes").hexdigest()
+    for bad_url, checksum in ((url, "0" * 64), (url + "x", right)):
+        with pytest.raises(ValueError, match="by hand"):
+            runs.download(bad_url, target, checksum)
+        assert list(target.parent.iterdir()) == []
+    runs.download(url, target, right)
+    assert target.read_bytes() == b"some bytes" and list(target.parent.iterdir()) == [target]
+    runs.download(url + "x", target, right)  # it is there
+
+
+# -- result lines -----------------------------------------------------------------------------
 
 
 def test_strict_json_has_null_for_nan():
@@ -71,6 +120,28 @@ def test_key_depends_on_the_flags_of_the_run_only():
     assert records.run_key(base, "t") != records.run_key(base | {"batch_size": 64}, "t")
 
 
+def test_long_names_make_a_file_name():
+    for name in ("x" * 250, "\N{GRINNING FACE}" * 60):
+        assert len(records.run_key({"lr": 1}, name, "mask", 0).encode()) < 100
+    names = ["v?", "v\udcff", "v\udcfe", "x" * 60, "x" * 61, "x" * 60 + "y"]
+    assert len({records.short(name) for name in names}) == len(names) and records.short("v?") == "v?"
+
+
+def test_settings_of_a_preset_whatever_the_precision():
+    usual = {"lr": 1.0, "bf16": False, "seeds": 1}
+    same = [records.same_settings(SimpleNamespace(**usual | {"text": "abc"} | changed), SimpleNamespace(**usual))
+            for changed in ({}, {"bf16": True}, {"seeds": 3}, {"lr": 2.0})]
+    assert same == [True, True, True, False]
+
+
+def test_when_an_evaluation_is_due():
+    for steps, points in ((100, 10), (3, 10), (25, 10), (7, 7)):
+        due = [step for step in range(1, steps + 1) if records.evaluation_due(step, steps, points)]
+        assert len(due) == min(steps, points) and due[-1] == steps
+        gaps = {b - a for a, b in zip([0, *due], due)}
+        assert max(gaps) - min(gaps) <= 1
+
+
 def line(seed):
     metrics = {"loss": 1.5} | dict.fromkeys(records.MASSES, [0.5, None])
     return json.dumps({"config": {"lr": 1.0}, "task": "t", "init": "i", "seed": seed, "metrics": metrics,
@@ -78,23 +149,25 @@ def line(seed):
 
 
 def read(folder):
-    return records.read_results(folder, ["loss", *records.MASSES], ["exact_match"])
+    return [result["seed"] for result in
+            records.read_results(folder, ["loss", *records.MASSES], ["exact_match"]).values()]
 
 
-def test_results_survive_a_write_that_was_cut_short(tmp_path):
+def test_results_survive_a_write_that_was_cut_short_and_a_byte_order_mark(tmp_path):
     path = tmp_path / "results.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf")
     records.append_line(path, line(0))
     with open(path, "a", encoding="utf-8") as file:
         file.write(line(1)[:20])  # as a kill in the middle of a write leaves it
     records.append_line(path, line(2))
-    assert [result["seed"] for result in read(tmp_path).values()] == [0, 2]
+    assert read(tmp_path) == [0, 2]
+    records.append_line(path, line(0).replace("1.5", "1e307"))
+    assert read(tmp_path) == [0, 2]  # the newest of each
 
 
-def test_full_disk_leaves_the_old_result_lines(tmp_path, monkeypatch, capsys):
-    path = tmp_path / "results.jsonl"
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch, capsys):
+    path, real_open = tmp_path / "results.jsonl", open
     records.append_line(path, line(0))
-    old = path.read_bytes()
-    real_open = open
 
     class Full:
         def __init__(self, *args, **kwargs):
@@ -113,35 +186,10 @@ def test_full_disk_leaves_the_old_result_lines(tmp_path, monkeypatch, capsys):
             return self.file.write(data[:5])
 
     monkeypatch.setattr("builtins.open", Full)
-    with pytest.raises(SystemExit) as stop:
-        records.append_line(path, line(1))
+    assert "disk full" in refused(capsys, lambda: records.append_line(path, line(1)), status=1)
     monkeypatch.undo()
-    assert stop.value.code == 1 and "disk full" in capsys.readouterr().err and path.read_bytes() == old
-
-
-def test_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
-    path = tmp_path / "deep" / "a.pt"
-    records.save(path, {"step": 1})
-
-    def broken(state, file):
-        file.write(b"half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(torch, "save", broken)
-    with pytest.raises(SystemExit) as stop:
-        records.save(path, {"step": 2})
-    assert stop.value.code == 1 and records.load(path) == {"step": 1}
-    assert [p.name for p in path.parent.iterdir()] == ["a.pt"]
-
-
-@pytest.mark.parametrize("content", [b"", b"nonsense", {"optimizer": 1, "model": {}}, [1], torch.zeros(2)], ids=str)
-def test_broken_checkpoint_is_one_line(content, tmp_path, capsys):
-    path = tmp_path / "a.pt"
-    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
-    with pytest.raises(SystemExit) as stop:
-        records.resume(path, Encoder(2, 4, 1, 8, 1, 2), None, None)
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and len(error.splitlines()) == 1 and str(path) in error
+    records.append_line(path, line(2))
+    assert read(tmp_path) == [0, 2]
 
 
 def test_result_lines_that_are_not_whole_are_passed_over(tmp_path):
@@ -152,92 +200,71 @@ def test_result_lines_that_are_not_whole_are_passed_over(tmp_path):
                      for other in ('"mse": 1', '"exact_match": ""')),
                    *(line(1).replace('[{"step": 1, "exact_match": 0.5}]', other).encode()
                      for other in ("null", '""', "[[]]")),
-                   b'{"config": {}}', line(1).replace("true", "false").encode(), b"\xff"):
+                   *(line(1).replace("true", other).encode() for other in ("false", '"no"', '"true"', "1")),
+                   b'{"config": {}}', b"\xff"):
         with open(tmp_path / "results.jsonl", "ab") as file:
             file.write(broken + b"\n")
     records.append_line(tmp_path / "results.jsonl", line(2).replace('"t"', '"t\u2028"'))  # whole, to JSON
-    assert [result["seed"] for result in read(tmp_path).values()] == [2]
+    assert read(tmp_path) == [2]
 
 
-def test_auto_device_and_missing_devices(capsys):
-    assert runs.pick_device("auto").type in ("cpu", "cuda", "mps")
-    for name in ("tpu", "gpu", "cuda:99", "meta", "", "cpu:x"):
-        with pytest.raises(SystemExit) as stop:
-            runs.pick_device(name)
-        error = capsys.readouterr().err
-        assert stop.value.code == 2 and f"--device {name}" in error and len(error.splitlines()) == 1
-        assert len(error) < 120 or name == "cuda:99"  # what is missing there torch says, at length in CUDA builds
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux")
+def test_peak_memory_is_this_process_s_own():
+    """Not that of what started it, which getrusage counts too: a small child of a large process."""
+    ballast = torch.ones(150 * 2**20)  # 600 MB
+    code = "import tinymask.records as r; print(r.peak_rss_mb())"
+    small = float(subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout)
+    assert 50 < small < 550 < records.peak_rss_mb() and ballast.sum() > 0
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Unix paths")
-@pytest.mark.parametrize("bad", ["/proc/x", "TAKEN", "FILE", "FILE/below", "a\0b", "PIPE"])
-def test_unusable_out(bad, tmp_path, capsys):
-    (tmp_path / "PIPE").mkdir()
-    os.mkfifo(tmp_path / "PIPE" / "results.jsonl")
-    (tmp_path / "FILE").write_text("keep", encoding="utf-8")
-    (tmp_path / "TAKEN" / "results.jsonl").mkdir(parents=True)
-    target = bad if bad.startswith("/") else os.path.join(str(tmp_path), bad)
-    with pytest.raises(SystemExit) as stop:
-        runs.open_out(target)
-    assert stop.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1
-    assert (tmp_path / "FILE").read_text(encoding="utf-8") == "keep"
+# -- checkpoints ------------------------------------------------------------------------------
 
 
-def test_a_smoke_run_stays_apart_from_real_results():
-    flags = runs.parser("train_x.py", "", ["a"], ["b"], {"small": {"steps": 3}})
-    parse = lambda *argv: runs.parse(flags, argv, {"small": {"steps": 3}}, {"steps": 1})  # noqa: E731
-    assert parse().out == "runs/x" and parse("--smoke").out == "runs/x-smoke"
-    assert parse("--smoke", "--out", "runs/x").out == "runs/x" and parse("--smoke").steps == 1
+def test_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "deep" / "a.pt"
+    records.save(path, {"step": 1})
+
+    def broken(state, file):
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", broken)
+    assert "intact" in refused(capsys, lambda: records.save(path, {"step": 2}), status=1)
+    assert records.load(path) == {"step": 1} and [p.name for p in path.parent.iterdir()] == ["a.pt"]
 
 
-def test_mean_std_and_table():
-    assert runs.mean_std([1.0, 2.0, 3.0], 2) == "2.00 +- 1.00"
-    assert runs.mean_std([0.5]) == "0.5000" and runs.mean_std([]) == runs.mean_std([None, 1.0]) == "-"
-    lines = runs.table(["a", "b"], [["x", 1], ["long", 22]]).splitlines()
-    assert lines == ["a      b", "--------", "x      1", "long  22"]
+class Unsafe:
+    pass
 
 
-def test_a_world_size_without_torchrun_is_one_process(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "")
+@pytest.mark.parametrize("content, words", [
+    (b"", ""), (b"nonsense", ""), ({"optimizer": 1, "model": {}}, "does not say of which run"), ([1], "does not say"),
+    ({"run": {"init": "mask"}, "model": {}}, "init is mask there, bias here"), ({"a": Unsafe()}, "more than tensors"),
+    ({"run": {"init": "bias"}, "model": {}}, "loading state_dict")], ids=str)
+def test_broken_checkpoint_is_one_line(content, words, tmp_path, capsys):
+    path = tmp_path / "a.pt"
+    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+    model = Encoder(vocabulary=2, tokens=4, outputs=1, dim=8, depth=1, heads=2)
+    error = refused(capsys, lambda: records.restore(path, model, {"init": "bias"}, "--eval-only"))
+    assert error.startswith(f"error: --eval-only {path}: not a checkpoint of this run") and words in error
+    assert "weights_only" not in error
+
+
+# -- several processes ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", ["", "2"])
+def test_a_world_size_without_torchrun_is_one_process(world, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", world)
     assert parallel.start("cpu", 3)[:2] == (0, 1)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert parallel.start("cpu", 3)[:2] == (0, 1)
+    assert parallel.mean_loss(torch.tensor(1.5)) == 1.5 and parallel.first_alone(lambda: "loaded") == "loaded"
 
 
-@pytest.mark.parametrize("values", [("0", "0", "x"), ("0", "0", "0"), ("5", "0", "2"), ("0", "0", "2")], ids=" ".join)
+@pytest.mark.parametrize("values", [("0", "0", "x"), ("0", "0", "0"), ("5", "0", "2"), ("0", "0", "2"),
+                                    ("0", "0", "3")], ids=" ".join)
 def test_a_torchrun_environment_that_is_none(values, monkeypatch, capsys):
-    for name in ("MASTER_ADDR", "MASTER_PORT"):  # the last case lacks these
+    for name in ("MASTER_ADDR", "MASTER_PORT"):  # the last but one lacks these, the last does not divide the batch
         monkeypatch.delenv(name, raising=False)
     for name, value in zip(("RANK", "LOCAL_RANK", "WORLD_SIZE"), values):
         monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit) as stop:
-        parallel.start("cpu", 4)
-    assert stop.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1
-
-
-def test_an_error_is_one_line_whatever_the_value(capsys):
-    with pytest.raises(SystemExit):
-        runs.pick_device("a\nb")
-    assert capsys.readouterr().err == "error: --device a b: wanted auto, cpu, cuda, cuda:N or mps\n"
-
-
-def test_a_backend_that_matplotlib_does_not_have(monkeypatch):
-    pytest.importorskip("matplotlib")
-    code = "from tinymask import pictures; pictures.pyplot()"
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"MPLBACKEND": "bogus"}, capture_output=True,
-                          text=True, cwd=ROOT)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "bogus" in done.stderr
-
-
-def test_results_that_cannot_be_written_are_said_before_training(tmp_path, capsys):
-    (tmp_path / "results.jsonl").symlink_to(tmp_path / "nosuch" / "results.jsonl")
-    with pytest.raises(SystemExit) as stop:
-        runs.open_out(str(tmp_path))
-    assert stop.value.code == 2 and "--out" in capsys.readouterr().err
-
-
-def test_long_names_make_a_file_name():
-    for name in ("x" * 250, "\N{GRINNING FACE}" * 60):
-        assert len(records.run_key({"lr": 1}, name, "mask", 0).encode()) < 100
-    names = ["v?", "v\udcff", "v\udcfe", "x" * 60, "x" * 61, "x" * 60 + "y"]
-    assert len({records.short(name) for name in names}) == len(names) and records.short("v?") == "v?"
+    refused(capsys, lambda: parallel.start("cpu", 4))

@@ -1,67 +1,246 @@
-"""train_arith.py end to end on tiny settings, and what it does with bad input."""
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""train_arith.py against a loop of a few lines, written from the paper; its figures against answers made by hand."""
+import functools
+import itertools
+import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import train_arith
-from tinymask import arithmetic, records
+from tinymask import GPT, Encoder, arithmetic, init_weights, mask_priors, qk_init, records, runs
+from tinymask.inits import shuffled
 from tinymask.persistence import attention_maps
 
 pytestmark = pytest.mark.arith
-ROOT = Path(__file__).parent.parent
-TINY = ["--digits", "2", "--steps", "6", "--dim", "12", "--depth", "3", "--head-dim", "4", "--mlp-dim", "16",
-        "--batch-size", "16", "--fraction", "0.01", "--eval-size", "50"]
+TINY = dict(digits=2, steps=3, dim=12, depth=3, heads=4, head_dim=4, mlp_dim=16, batch_size=16, fraction=0.01,
+            eval_size=50)
+SMALL = TINY | dict(lr=1e-3, weight_decay=1e-3, token_std=0.02, position_std=0.02, open=5.0, closed=-5.0, split=260800418,
+                    mode="one-pass", readout="token", order="plain", bf16=False)
 FORMS = [["--readout", "token"], ["--readout", "mean"], ["--mode", "autoregressive"],
          ["--mode", "autoregressive", "--order", "reversed"]]
 
 
-def tiny(out, *more):
-    return train_arith.main([*TINY, "--out", str(out), *more])
+def words(tiny):
+    return [word for name, value in tiny.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
-def lines(out):
-    return [json.loads(line) for line in (out / "results.jsonl").read_text(encoding="utf-8").splitlines()]
+def run(out, task, init, *flags, tiny=TINY):
+    return train_arith.main([*words(tiny), "--tasks", task, "--inits", init, "--out", str(out), *flags])
 
 
-def built(init, task="add", *flags, seed=0):
-    args = train_arith.settings([*TINY, "--fraction", "0.5", "--eval-size", "5000", *flags], task)
+def weights(out):
+    (path,) = (out / "checkpoints").iterdir()
+    return records.load(path)["model"]
+
+
+def reference(task, init, seed, f):
+    """Section 5.2: cross-entropy of the answer's digits, AdamW, half a cosine after 20 steps of warm-up."""
+    n, width = f["digits"], f["digits"] + 1 if task == "add" else 2 * f["digits"]
+    order = torch.randperm(100**n, generator=torch.Generator().manual_seed(f["split"]))
+    pairs = [divmod(k, 10**n) for k in order[: round(f["fraction"] * 100**n)].tolist()]
+    answers = [f"{a + b if task == 'add' else a * b:0{width}}" for a, b in pairs]
+    sequence, flipped = f["mode"] == "autoregressive", f["order"] == "reversed"
+    rows = []
+    for (a, b), answer in zip(pairs, answers):
+        text = f"{a:0{n}}+{b:0{n}}=" if sequence else f"{a:0{n}}{b:0{n}}"
+        rows.append(text + (answer[::-1] if flipped else answer)[:-1] * sequence)
+    inputs = torch.tensor([["0123456789+=".index(c) for c in row] for row in rows])
+    targets = torch.tensor([[int(c) for c in (answer[::-1] if flipped else answer)] for answer in answers])
+    sizes = {name: f[name] for name in ("dim", "depth", "heads", "head_dim", "mlp_dim")}
+    if sequence:
+        model = GPT(vocabulary=12, block=inputs.shape[1], **sizes)
+    else:
+        model = Encoder(vocabulary=10, tokens=2 * n, outputs=10 if f["readout"] == "token" else 10 * width,
+                        pooling="none" if f["readout"] == "token" else "mean", **sizes)
+    init_weights(model, runs.generator(seed, "weights"), f["token_std"], f["position_std"])
+    design = "sequence" if sequence else "literal" if init == "mask-literal" else "ours"
+    supports = mask_priors.ARITHMETIC[design][task](n, f["depth"], f["heads"], flipped)
+    if init == "mask-shuffled":
+        draws = runs.generator(seed, "shuffle")
+        supports = [shuffled(s, draws, sequence) for s in supports]
+    if init.startswith(("svd", "opt")):
+        some = inputs[torch.randperm(len(inputs), generator=runs.generator(seed, "sample"))[:256]]
+        gap = math.log((1 + math.exp(-f["closed"])) / (1 + math.exp(-f["open"])))
+        method = functools.partial(qk_init.svd, gap=gap) if init.startswith("svd") else qk_init.opt
+        qk_init.apply_layerwise(method, model, some, supports)
+    for block, support in zip(model.transformer.blocks, supports):
+        logits = mask_priors.to_mask(support, f["open"], f["closed"])
+        if init == "bias":
+            block.attention.set_mask(F.logsigmoid(logits), squash=False)
+        elif init.startswith("mask"):
+            block.attention.set_mask(0 * logits if init == "mask-zero" else logits, learnable=init != "mask-frozen")
+    groups = [dict(params=[], weight_decay=f["weight_decay"]), dict(params=[], weight_decay=0.0)]
+    for name, p in model.named_parameters():
+        if p.requires_grad and not (init.endswith("-frozen") and ("query" in name or "key" in name) and "mask" not in init):
+            groups["mask" in name]["params"].append(p)
+    optimizer = torch.optim.AdamW(groups)
+    draws = runs.generator(seed, "batches")
+    for step in range(f["steps"]):
+        rate = min(1, (step + 1) / 20) * (1 + math.cos(math.pi * step / f["steps"])) / 2
+        groups[0]["lr"], groups[1]["lr"] = rate * f["lr"], rate * f.get("mask_lr", f["lr"])
+        batch = torch.randint(len(inputs), (f["batch_size"],), generator=draws)
+        with torch.autocast("cpu", torch.bfloat16, enabled=f["bf16"]):
+            output = model(inputs[batch])
+        if sequence:
+            output = output[:, -width:]
+        elif f["readout"] == "token":  # the lowest n digits from b's tokens, the others from the first of a
+            output = torch.cat([output[:, : width - n], output[:, n:]], dim=1)
+        loss = F.cross_entropy(output.float().reshape(-1, output.shape[-1] if sequence else 10), targets[batch].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def assert_same(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-4, atol=1e-6, msg=lambda m, name=name: name + m)
+
+
+@pytest.mark.parametrize("task, init, seed, flags", [
+    *((task, init, seed, {}) for task, init, seed in itertools.product(["add"], train_arith.INITS, [0, 1])),
+    *(("mul", init, 0, {}) for init in ("svd", "mask")),
+    *(("add", init, 0, {"mode": "autoregressive", "order": "reversed"}) for init in ("svd", "mask", "mask-shuffled"))])
+def test_three_steps_are_those_of_the_paper(task, init, seed, flags, tmp_path):
+    run(tmp_path, task, init, "--first-seed", str(seed), *words(flags))
+    assert_same(weights(tmp_path), reference(task, init, seed, SMALL | flags | {"token_std": 1.0 if task == "mul" else .02}))
+
+
+MOVED = dict(digits=3, steps=2, dim=8, depth=4, heads=2, head_dim=6, mlp_dim=9, batch_size=8, fraction=0.03, lr=0.01,
+             mask_lr=0.5, weight_decay=0.3, token_std=0.7, position_std=0.6, open=2.0, closed=-3.0, split=3,
+             mode="autoregressive", readout="mean", order="reversed", bf16=True)
+# the first three have tests of their own below, the others in tests/test_scripts.py
+ELSEWHERE = {"mirrors", "eval_size", "tasks", "help", "inits", "preset", "seeds", "first_seed", "device", "out", "smoke",
+             "resume", "plot"}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_each_flag_changes_what_it_says(name, tmp_path):
+    moved = {name: MOVED[name]} | ({"mode": "autoregressive"} if name == "order" else {})
+    flags = ["--bf16", "--steps", "3"] if name == "bf16" else words(moved)
+    (result,) = run(tmp_path, "add", "mask", *flags)
+    found, plain = weights(tmp_path), reference("add", "mask", 0, SMALL)
+    assert_same(found, reference("add", "mask", 0, SMALL | moved))
+    assert any(found[key].shape != plain[key].shape or not torch.equal(found[key], plain[key]) for key in found)
+    usual = vars(train_arith.settings([], "add")) | TINY
+    changed = {key for key, value in result["config"].items() if value != usual[key]} - {"tasks", "inits"}
+    coupled = {"mode": {"order", "readout"}, "order": {"mode", "readout"}, "lr": {"mask_lr"}}.get(name, set())
+    assert changed <= {name} | coupled and name in changed
+
+
+def test_no_flag_is_left_out():
+    assert {action.dest for action in train_arith.parser()._actions} == MOVED.keys() | ELSEWHERE
+
+
+def problems(task, *flags):
+    args = train_arith.settings([*words(TINY), *flags], task)
     args.fraction = args.fraction[0]
-    (inputs, answers), (prompts, goals) = train_arith.load_problems(args, task)
-    return args, *train_arith.build(args, task, init, seed, inputs), inputs, answers, prompts, goals
-
-
-def test_result_lines(tmp_path, capsys):
-    results = tiny(tmp_path, "--inits", *train_arith.INITS)
-    assert len(results) == 2 * len(train_arith.INITS) == 22
-    for result in results:
-        assert result["metrics"]["evaluated"] == 50 and result["config"]["fraction"] == 0.01
-        assert len(result["metrics"]["support_mass_init"]) == 3
-        assert (result["params"]["mask"] > 0) == (result["init"].startswith("mask") or result["init"] == "bias")
-    assert "add 1% mask-frozen" in capsys.readouterr().out
+    return args, *train_arith.load_problems(args, task)
 
 
 @pytest.mark.parametrize("flags", FORMS, ids=" ".join)
-@pytest.mark.parametrize("task", train_arith.TASKS)
-def test_every_form_can_learn(flags, task, tmp_path):
-    """100 pairs, long enough to know them by heart: scores and answers line up."""
-    (result,) = tiny(tmp_path, "--tasks", task, "--inits", "default", "--steps", "200", "--lr", "0.01", "--dim", "32",
-                     "--mlp-dim", "64", "--head-dim", "8", "--token-std", "1", "--position-std", "1", *flags)
-    assert result["curve"][-1]["train_loss"] < 0.35
+def test_training_never_sees_a_pair_that_is_asked_and_the_answers_are_right(flags):
+    args, (inputs, answers), (prompts, goals), _ = problems("mul", *flags, "--fraction", "0.5", "--eval-size", "all")
+    width = prompts.shape[1]
+    shown, asked = ({tuple(row) for row in part.tolist()} for part in (inputs[:, :width], prompts))
+    assert len(shown) == len(asked) == 5000 and not shown & asked
+    both = torch.cat([inputs[:, :width], prompts]), torch.cat([answers, goals])
+    for row, answer in zip(*(part[::501].tolist() for part in both)):
+        a, b = (row[:2], row[2:4]) if args.mode == "one-pass" else (row[:2], row[3:5])
+        digits = answer[::-1] if args.order == "reversed" else answer
+        assert "".join(map(str, digits)) == f"{(10 * a[0] + a[1]) * (10 * b[0] + b[1]):04}"
 
 
-@pytest.mark.parametrize("flags", FORMS, ids=" ".join)
-@pytest.mark.parametrize("init", ["svd", "opt", "mask"])
-@pytest.mark.parametrize("task", train_arith.TASKS)
-def test_the_prior_is_there_at_the_start(task, init, flags, tmp_path):
-    (result,) = tiny(tmp_path, "--tasks", task, "--inits", init, "--dim", "32", "--head-dim", "16", "--steps", "1",
-                     "--token-std", "0.02", *flags)
-    assert min(result["metrics"]["support_mass_init"]) > 0.9
+def test_evaluation_takes_the_same_problems_whatever_the_fraction():
+    goals = [problems("add", "--fraction", fraction, "--eval-size", "100")[2][1] for fraction in ("0.1", "0.4")]
+    assert torch.equal(*goals) and len(goals[0]) == 100
+    few, many = (problems("add", "--fraction", fraction, "--eval-size", "5000")[2][1] for fraction in ("0.9", "0.1"))
+    assert len(few) == 1000 and torch.equal(few, many[-1000:])  # the curve is measured on the last
+
+
+def test_mirrored_pairs_are_counted_and_kept_apart():
+    """At 30 % shown, 30 % of the others have their mirror image there, but for those with a = b, a hundredth."""
+    mirrored, counted = {}, {}
+    for mirrors in ("any", "apart"):
+        args, (inputs, _), (prompts, _), counted[mirrors] = problems("mul", "--fraction", "0.3", "--eval-size", "5000",
+                                                                    "--mirrors", mirrors)
+        shown = {tuple(row) for row in inputs.tolist()}
+        mirrored[mirrors] = [(*row[2:], *row[:2]) in shown for row in prompts.tolist()]
+        assert counted[mirrors] == pytest.approx(sum(mirrored[mirrors]) / len(mirrored[mirrors]))
+    assert 0.25 < counted["any"] < 0.33 and counted["apart"] == 0 and len(mirrored["apart"]) > 4000
+
+
+class Oracle(torch.nn.Module):
+    """Reads (B, 4) digits of two operands; scores of 100 for the sum's digits, one digit off where a is below 50."""
+
+    def forward(self, operands):
+        a, b = 10 * operands[:, 0] + operands[:, 1], 10 * operands[:, 2] + operands[:, 3]
+        digits = arithmetic.to_digits(a + b, 3)
+        digits[a < 50, 2] = (digits[a < 50, 2] + 1) % 10
+        return 100.0 * F.one_hot(digits, 10).flatten(1)
+
+
+def test_scores_of_a_model_that_is_right_on_a_known_half():
+    args, *_ = problems("add", "--readout", "mean")
+    pairs = arithmetic.all_pairs(2)[::3]
+    below = (pairs[:, 0] < 50).float().mean().item()
+    got = train_arith.scores(args, "add", Oracle().train(), *arithmetic.encode("add", pairs, 2))
+    assert got == pytest.approx({"exact_match": 1 - below, "digit_accuracy": 1 - below / 3, "loss": 100 * below / 3})
+
+
+@pytest.mark.parametrize("order", ["plain", "reversed"])
+def test_answers_are_written_digit_after_digit_from_the_model_s_own(order):
+    """A model that answers 0, 1, 2 ... after what it wrote itself: teacher forcing would show other digits."""
+    class Counter(torch.nn.Module):
+        def forward(self, ids):  # the next digit is one more than the last token; after "=" (11) it is 5
+            following = torch.where(ids == 11, 5, (ids + 1) % 10)
+            return 9.0 * F.one_hot(following, 12).float()
+
+    args, _, (prompts, goals), _ = problems("add", "--mode", "autoregressive", "--order", order)
+    guesses, loss = train_arith.predict(args, "add", Counter(), prompts, goals)
+    assert guesses.tolist() == [[5, 6, 7]] * len(goals)
+    before = torch.cat([torch.full((len(goals), 1), 11), goals[:, :-1]], dim=1)  # the loss is given the right digits
+    forced = Counter()(before).log_softmax(-1).gather(-1, goals[..., None])
+    assert loss == pytest.approx(-forced.mean().item(), rel=1e-4)
+
+
+def test_evaluation_leaves_the_model_in_training_and_dropout_off():
+    modes = []
+    model = Oracle()
+    model.register_forward_pre_hook(lambda module, _: modes.append(module.training))
+    args, *_, (prompts, goals), _ = problems("add", "--readout", "mean")
+    train_arith.predict(args, "add", model, prompts, goals)
+    assert modes == [False] and model.training
+
+
+def test_figures_of_a_result_line(tmp_path, monkeypatch):
+    """Scores by hand: exact match is the share of the evaluation so far, so that 75 and 99 % are at known points."""
+    sizes = []
+
+    def scores(args, task, model, inputs, answers):
+        sizes.append(len(answers))
+        return {"exact_match": len(sizes) / 8, "digit_accuracy": 0.5, "loss": 2.0}
+
+    monkeypatch.setattr(train_arith, "scores", scores)
+    (result,) = run(tmp_path, "add", "mask", "--steps", "8", "--eval-size", "3000")
+    metrics = result["metrics"]
+    assert sizes == [2000] * 8 + [3000] and (metrics["steps_to_75"], metrics["steps_to_99"]) == (6, 8)
+    assert metrics["evaluated"] == 3000 and metrics["fraction"] == 0.01 and metrics["exact_match"] == 9 / 8
+    assert train_arith.first_step(result["curve"][:5], 0.75) is None
+    assert metrics["support_mass_final"] == result["curve"][-1]["support_mass"] and min(metrics["support_mass_init"]) > .9
+
+
+@pytest.mark.parametrize("init", ["svd", "opt"])
+def test_priors_are_solved_on_training_inputs_and_there_at_the_start(init, tmp_path, monkeypatch):
+    solved, solve = [], qk_init.apply_layerwise
+    monkeypatch.setattr(qk_init, "apply_layerwise", lambda m, model, x, s: (solved.append(x), solve(m, model, x, s)))
+    for number, flags in enumerate(FORMS):
+        (result,) = run(tmp_path / str(number), "add", init, "--dim", "32", "--head-dim", "16", "--steps", "1", *flags)
+        assert min(result["metrics"]["support_mass_init"]) > 0.9
+        args, (inputs, _), _, _ = problems("add", *flags)
+        assert {tuple(row) for row in solved[-1].tolist()} <= {tuple(row) for row in inputs.tolist()}
 
 
 @pytest.mark.parametrize("task", train_arith.TASKS)
@@ -69,130 +248,47 @@ def test_svd_is_as_strong_as_the_mask(task):
     """At step 0 the attention between equal contents differs by as much between open and closed pairs."""
     contrasts = []
     for init in ("svd", "mask"):
-        args, model, supports, inputs, *_ = built(init, task, "--dim", "64", "--head-dim", "32")
+        args, (inputs, _), *_ = problems(task, "--dim", "64", "--head-dim", "32", "--fraction", "0.5")
+        model, supports = train_arith.build(args, task, init, 0, inputs)
         (first, *_), support = attention_maps(model, inputs[:200]), supports[0].expand(4, 4, 4)
         logits = first.log().mean(dim=0)
         contrasts.append((logits[support > 0].mean() - logits[support == 0].mean()).item())
     assert contrasts[0] == pytest.approx(contrasts[1], rel=0.05)
 
 
-@pytest.mark.parametrize("flags", FORMS, ids=" ".join)
-def test_inits_share_weights_and_a_zero_mask_is_the_default(flags):
-    models = {init: built(init, "add", *flags)[1] for init in ("default", "svd", "mask", "mask-zero")}
-    states = {init: model.state_dict() for init, model in models.items()}
-    for name, value in states["default"].items():
-        if "query" not in name and "key" not in name:
-            assert torch.equal(value, states["svd"][name])
-        assert torch.equal(value, states["mask"][name])
-    inputs = built("default", "add", *flags)[3][:20]
-    with torch.no_grad():
-        assert torch.allclose(models["default"](inputs), models["mask-zero"](inputs), atol=1e-5)
-
-
-def test_training_never_sees_a_pair_that_is_tested():
-    for flags in FORMS:
-        args, _, _, inputs, answers, prompts, goals = built("default", "mul", *flags, "--eval-size", "all")
-        width = prompts.shape[1]
-        shown = {tuple(row) for row in inputs[:, :width].tolist()}
-        asked = {tuple(row) for row in prompts.tolist()}
-        assert len(shown) == len(asked) == 5000 and not shown & asked
-        both = torch.cat([inputs[:, :width], prompts]), torch.cat([answers, goals])
-        for row, answer in zip(*(part[::501].tolist() for part in both)):
-            a, b = (row[:2], row[2:4]) if args.mode == "one-pass" else (row[:2], row[3:5])
-            product = (10 * a[0] + a[1]) * (10 * b[0] + b[1])
-            digits = answer[::-1] if args.order == "reversed" else answer
-            assert "".join(map(str, digits)) == f"{product:04}"
-
-
-def test_evaluation_takes_the_same_problems_whatever_the_fraction():
-    goals = [built("default", "add", "--fraction", fraction, "--eval-size", "100")[-1] for fraction in ("0.1", "0.4")]
-    assert torch.equal(*goals) and len(goals[0]) == 100
-    few, all_of_them = (built("default", "add", "--fraction", fraction)[-1] for fraction in ("0.9", "0.1"))
-    assert len(few) == 1000 and torch.equal(few, all_of_them[-1000:])  # the curve is measured on the last
-
-
-@pytest.mark.parametrize("order", ["plain", "reversed"])
-def test_generation_agrees_with_teacher_forcing(order):
-    """A greedy answer is right as a whole just when each digit, given the right ones before it, is."""
-    args, model, _, inputs, answers, prompts, goals = built("default", "add", "--mode", "autoregressive", "--order",
-                                                            order, "--dim", "32", "--eval-size", "500")
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for batch in range(0, 5000, 50):
-        logits = train_arith.digit_logits(args, "add", model, inputs[batch: batch + 50])
-        optimizer.zero_grad()
-        F.cross_entropy(logits.flatten(0, 1), answers[batch: batch + 50].flatten()).backward()
-        optimizer.step()
-    guesses, loss = train_arith.predict(args, "add", model, prompts, goals)
-    with torch.no_grad():
-        forced = train_arith.digit_logits(args, "add", model, torch.cat([prompts, goals[:, :-1]], dim=1))
-    right = (forced.argmax(-1) == goals).all(1)
-    assert torch.equal((guesses == goals).all(1), right) and 0 < right.float().mean() < 1
-    assert loss == pytest.approx(F.cross_entropy(forced.flatten(0, 1), goals.flatten()).item(), rel=1e-5)
-
-
-def test_scores_of_a_model_that_is_right():
-    class Oracle(torch.nn.Module):
-        def forward(self, operands):  # (B, 4) digits: the sum's, as one-hot scores
-            a, b = 10 * operands[:, 0] + operands[:, 1], 10 * operands[:, 2] + operands[:, 3]
-            return 100.0 * F.one_hot(arithmetic.to_digits(a + b, 3), 10).flatten(1)
-
-    args, *_, prompts, goals = built("default", "add", "--readout", "mean")
-    got = train_arith.scores(args, "add", Oracle(), prompts, goals)
-    assert got == {"exact_match": 1, "digit_accuracy": 1, "loss": 0}
-
-
-def test_first_step():
-    curve = [{"step": 5, "exact_match": 0.2}, {"step": 10, "exact_match": 0.8}, {"step": 15, "exact_match": 0.7}]
-    assert train_arith.first_step(curve, 0.75) == 10 and train_arith.first_step(curve, 0.99) is None
-
-
-@pytest.mark.parametrize("init, frozen", [("mask-frozen", ["mask"]), ("svd-frozen", ["query", "key"]),
-                                          ("opt-frozen", ["query", "key"])])
-def test_what_is_frozen_stays_to_the_last_bit(init, frozen, tmp_path):
-    (result,) = tiny(tmp_path, "--tasks", "add", "--inits", init, "--lr", "0.1", "--weight-decay", "0.1")
-    (path,) = (tmp_path / "checkpoints").iterdir()
-    args = train_arith.settings([*TINY, "--lr", "0.1"], "add")
-    args.fraction = 0.01
-    start = train_arith.build(args, "add", init, 0, train_arith.load_problems(args, "add")[0][0])[0].state_dict()
-    for name, value in records.load(path)["model"].items():
-        assert torch.equal(value, start[name]) == any(f".{part}" in name for part in frozen), name
-    assert result["params"]["trainable"] < result["params"]["total"]
-
-
 def test_several_fractions_are_several_runs(tmp_path, capsys):
-    results = tiny(tmp_path, "--tasks", "add", "--inits", "mask", "--fraction", "0.02", "0.05", "0.02")
-    assert [r["config"]["fraction"] for r in results] == [0.02, 0.05] and len(lines(tmp_path)) == 2
+    tiny = TINY | {"fraction": 0.02}
+    results = run(tmp_path, "add", "mask", "--fraction", "0.02", "0.05", "0.02", tiny=tiny)
+    assert [r["config"]["fraction"] for r in results] == [0.02, 0.05]
     assert "add 2% mask" in capsys.readouterr().out
-    again = tiny(tmp_path, "--tasks", "add", "--inits", "mask", "--fraction", "0.05", "0.02", "--resume")
-    assert again == results[::-1]
+    assert run(tmp_path, "add", "mask", "--fraction", "0.05", "0.02", "--resume", tiny=tiny) == results[::-1]
 
 
-def test_the_paper_s_figures_stand_beside_its_own_problems_only(capsys):
-    def cells(*flags):
-        args = train_arith.settings(["--inits", "mask", "--fraction", "0.004", *flags], "add")
-        train_arith.print_table(args, {("add", args.fraction[0]): args}, [])
-        return capsys.readouterr().out.splitlines()[-1].split()[-3:]
+def test_the_paper_s_figures_stand_beside_its_own_settings_only(capsys):
+    def printed(*flags):
+        args = train_arith.settings(["--preset", "paper", "--inits", "mask", *flags], "add")
+        args.fraction = args.fraction[0]
+        train_arith.print_table(args, [("add", args)], [])
+        return capsys.readouterr().out
 
-    assert cells() == ["0.7749", "0.9386", "0.23"]
-    for flags in (["--smoke"], ["--fraction", "0.003"], ["--mode", "autoregressive"], ["--digits", "2"]):
-        assert cells(*flags) == ["-"] * 3
-
-
-def test_as_a_process_from_another_directory(tmp_path):
-    done = subprocess.run([sys.executable, str(ROOT / "train_arith.py"), *TINY, "--tasks", "mul", "--out", "a b"],
-                          cwd=tmp_path, capture_output=True, encoding="utf-8", env=os.environ)
-    assert done.returncode == 0 and done.stderr == "" and done.stdout.isascii()
-    assert "mul 1% mask" in done.stdout.splitlines()[-1] and len(lines(tmp_path / "a b")) == 4
+    assert printed("--bf16").split()[-3:] == ["0.7749", "0.9386", "0.23"]
+    for flags in (["--smoke"], ["--fraction", "0.003"], ["--mode", "autoregressive"], ["--digits", "2"], ["--lr", "1"]):
+        assert "paper" not in printed(*flags)
 
 
-def test_paper_preset_builds():
-    for task, steps, fraction in (("add", 800, 0.004), ("mul", 5900, 0.03)):
+def test_the_paper_s_preset():
+    for task, steps, fraction, std in (("add", 800, 0.004, 0.02), ("mul", 5900, 0.03, 1.0)):
         args = train_arith.settings(["--preset", "paper"], task)
-        assert (args.steps, args.fraction, args.digits) == (steps, [fraction], 3)  # 50 epochs in batches of 256
-        assert abs(args.steps - 50 * fraction * 1e6 / 256) < 50
-        model, supports = train_arith.build(args, task, "mask", 0, torch.zeros(300, 6, dtype=torch.long))
-        attention = model.transformer.blocks[5].attention
-        assert len(supports) == 6 and attention.query.weight.shape == (256, 256) and attention.heads == 4
+        assert (args.steps, args.fraction, args.digits, args.token_std) == (steps, [fraction], 3, std)
+        assert abs(args.steps - 50 * fraction * 1e6 / 256) < 50  # 50 epochs in batches of 256
+        assert (args.depth, args.heads, args.dim, args.mlp_dim, args.head_dim, args.lr, args.weight_decay) == (
+            6, 4, 256, 256, 64, 1e-3, 1e-3)
+
+
+def test_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    run(tmp_path, "add", "mask", "--seeds", "2", "--fraction", "0.02", "0.05", "--plot")
+    assert (tmp_path / "learning.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
@@ -200,12 +296,6 @@ def test_the_claim_on_addition(tmp_path):
     """The default recipe: the mask needs fewer pairs, and fewer steps."""
     results = train_arith.main(["--tasks", "add", "--inits", "default", "mask", "--fraction", "0.0005", "0.004",
                                 "--out", str(tmp_path)])
-    few, many = {r["init"]: r["metrics"] for r in results[:2]}, {r["init"]: r["metrics"] for r in results[2:]}
+    few, many = ({r["init"]: r["metrics"] for r in part} for part in (results[:2], results[2:]))
     assert few["mask"]["exact_match"] > few["default"]["exact_match"] + 0.3
     assert many["mask"]["exact_match"] > 0.99 and many["mask"]["steps_to_75"] < many["default"]["steps_to_75"]
-
-
-def test_plot(tmp_path):
-    pytest.importorskip("matplotlib")
-    tiny(tmp_path, "--inits", "mask", "default", "--seeds", "2", "--fraction", "0.02", "0.05", "--plot")
-    assert (tmp_path / "learning.png").read_bytes().startswith(b"\x89PNG")

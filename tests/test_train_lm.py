@@ -1,164 +1,342 @@
-"""train_lm.py end to end on tiny settings and small files, and what it does with bad input."""
-import json
-import os
-import subprocess
+"""train_lm.py against a loop of a few lines, written from the paper; its figures against other ways to count them."""
+import functools
+import hashlib
+import math
+import random
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import train_lm
-from tinymask import records, text
+from tinymask import GPT, generate, init_weights, parallel, persistence, qk_init, records, runs, text
+from tinymask.inits import shuffled
 
 pytestmark = pytest.mark.lm
-ROOT = Path(__file__).parent.parent
-TINY = ["--steps", "4", "--batch-size", "4", "--dim", "16", "--depth", "2", "--heads", "2", "--head-dim", "8",
-        "--block", "8"]
+TINY = dict(steps=3, batch_size=4, dim=12, depth=2, heads=3, head_dim=4, block=4, dropout=0.0)
+SMALL = dict(steps=600, batch_size=16, dim=96, depth=3, heads=4, head_dim=24, block=64, lr=3e-3, weight_decay=0.1,
+             dropout=0.0, position_std=0.02, token_std=0.02, tokeniser="byte", max_bytes=12_000_000)
+
+
+def words(count, *some):
+    return "".join(f"{word} " for word in random.Random(0).choices(some, k=count))
+
+
+# each part shows where it is from, and cuts fall between words; a third of the test text's words are known, and some
+# of its characters have two bytes
+PARTS = words(1080, "abcd", "efgh", "ijkl", "mnop", "qrst"), words(60, "1234", "5678"), "ÀÉÎÔ ÙÜÇÑ abcd " * 20
 
 
 @pytest.fixture
 def book(tmp_path):
     path = tmp_path / "a book.txt"
-    path.write_text("the cat sat on the mat. é 😀\n" * 40, encoding="utf-8")
-    return str(path)
+    path.write_text("".join(PARTS), encoding="utf-8")
+    return path
 
 
-def tiny(out, *more):
-    return train_lm.main([*TINY, "--out", str(out), *more])
+def command(values):
+    return [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
 
 
-def lines(out):
-    return [json.loads(line) for line in (out / "results.jsonl").read_text(encoding="utf-8").splitlines()]
+def run(book, out, init, *flags):
+    return train_lm.main([*command(TINY), "--data", str(book), "--inits", init, "--out", str(out), *flags])
 
 
-def test_result_lines(tmp_path, book, capsys):
-    results = tiny(tmp_path, "--data", book, "--inits", *train_lm.INITS)
-    assert len(results) == len(train_lm.INITS)
-    for result in results:
-        assert (result["params"]["mask"] == 0) == (result["init"] in ("default", "mimetic"))
-    by_init = {r["init"]: r for r in results}
-    assert by_init["alibi"]["metrics"]["mask_drift"] == by_init["mask-frozen"]["metrics"]["mask_drift"] == 0
-    assert by_init["mask"]["metrics"]["mask_drift"] > 0
-    assert by_init["default"]["curve"][0]["train_loss"] == pytest.approx(by_init["mask-zero"]["curve"][0]["train_loss"])
-    assert "perplexity per byte token" in capsys.readouterr().out
+def checkpoint(out):
+    (path,) = (out / "checkpoints").iterdir()
+    return records.load(path)
 
 
-@pytest.mark.parametrize("tokens", [2, 8, 9, 10, 600])
-def test_scores_are_those_of_one_block_after_the_other(tokens):
-    """Whatever the batches: against a loop over single predictions; and for any number of tokens."""
-    args = train_lm.settings(TINY, "builtin")
-    model = train_lm.build(args, "mask-slopes", 0, 256)
-    ids = torch.randint(256, (tokens,), generator=torch.Generator().manual_seed(0))
-    got = train_lm.scores(model, ids, 2 * tokens, 8, "cpu")
-    total = 0.0
-    with torch.no_grad():
-        for start in range(0, tokens - 1, 8):
-            window = ids[start: start + 9]
-            for n in range(1, len(window)):
-                total -= model(window[None, :n])[0, -1].log_softmax(-1)[window[n]].item()
-    assert got["tokens_evaluated"] == tokens - 1 and got["nll"] == pytest.approx(total / (tokens - 1), rel=1e-5)
-    assert got["bits_per_byte"] == pytest.approx(got["nll"] / 0.6931472 / 2) and model.training
+def model_of(f, vocabulary=256):
+    names = "block", "dim", "depth", "heads", "head_dim", "dropout"
+    return GPT(vocabulary=vocabulary, **{name: f[name] for name in names})
 
 
-def test_inits_share_weights():
-    args = train_lm.settings(TINY, "builtin")
-    states = {init: train_lm.build(args, init, 0, 256).state_dict() for init in train_lm.INITS}
-    for name, value in states["default"].items():
-        for init, state in states.items():
-            if init != "mimetic" or not any(f".{part}." in name for part in ("query", "key", "value", "out")):
-                assert torch.equal(value, state[name]), (init, name)
-    for name in (name for name in states["mask"] if name.endswith(".mask")):
-        right, wrong = states["mask"][name], states["mask-shuffled"][name]
-        assert torch.equal(right.triu(1), wrong.triu(1)) and not torch.equal(right, wrong)
-        assert all(torch.equal(right[:, i, : i + 1].sort().values, wrong[:, i, : i + 1].sort().values)
-                   for i in range(right.shape[1]))
+def reference(init, seed, f):
+    """Section 5.4: next tokens of random windows, AdamW, half a cosine after 20 steps of warm-up. f: the flags.
+    Gives the weights, and the losses of all steps."""
+    cut = "".join(PARTS).encode()[: f["max_bytes"]].decode()
+    train = cut[: len(cut) * 90 // 100]
+    tokeniser = text.make_tokeniser(f["tokeniser"], train)
+    model, ids = model_of(f, text.vocabulary_size(tokeniser)), text.encode(tokeniser, train)
+    init_weights(model, runs.generator(seed, "weights"), f["token_std"], f["position_std"])
+    heads, n, steep = f["heads"], torch.arange(f["block"]), init in ("mask", "mask-frozen", "mask-shuffled")
+    slopes = torch.tensor([10.0 if steep else 2 ** (-8 * (head + 1) / heads) for head in range(heads)])
+    logits, draws = -slopes[:, None, None] * (n[:, None] - n).clamp(min=0), runs.generator(seed, init)
+    for block in model.transformer.blocks:
+        if init == "mimetic":
+            qk_init.mimetic(block.attention, draws, query_key=-0.7, value_out=0.4, sign=1)
+        elif init in ("bias", "alibi"):
+            block.attention.set_mask(F.logsigmoid(logits) if init == "bias" else logits, init == "bias", squash=False)
+        elif init != "default":
+            m = {"mask-zero": 0 * logits, "mask-shuffled": shuffled(logits, draws, causal=True)}.get(init, logits)
+            block.attention.set_mask(m, learnable=init != "mask-frozen")
+    groups, rates = ([], []), (f["lr"], f.get("mask_lr", f["lr"]))
+    for name, parameter in model.named_parameters():
+        groups[name.endswith(".mask")].append(parameter)
+    optimizer = torch.optim.AdamW([dict(params=groups[0], weight_decay=f["weight_decay"]),
+                                   dict(params=groups[1], weight_decay=0)])
+    draws, losses = runs.generator(seed, "batches"), []
+    for step in range(f["steps"]):
+        for group, rate in zip(optimizer.param_groups, rates):
+            group["lr"] = rate * min(1, (step + 1) / 20) * (1 + math.cos(math.pi * step / f["steps"])) / 2
+        start = torch.randint(len(ids) - f["block"], (f["batch_size"], 1), generator=draws)
+        torch.manual_seed(torch.randint(2**31, (1,), generator=draws).item())
+        with torch.autocast("cpu", torch.bfloat16, enabled=f.get("bf16", False)):
+            output = model(ids[start + n])
+        loss = -output.float().log_softmax(-1).gather(-1, ids[start + n + 1][..., None]).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return model.state_dict(), losses
 
 
-def test_the_checkpoint_holds_the_tokeniser(tmp_path, book, capsys):
-    tiny(tmp_path, "--data", book, "--inits", "mask", "--tokeniser", "word", "--sample", "5", "--prompt", "the cat")
-    (path,) = (tmp_path / "checkpoints").iterdir()
-    tokeniser = records.load(path)["tokeniser"]
-    assert text.decode(tokeniser, text.encode(tokeniser, "the mat")) == "the mat"
-    assert any(line.startswith("the cat ") for line in capsys.readouterr().out.splitlines())
+assert_same = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-6)
 
 
-def test_wikitext_and_stories_from_their_files(tmp_path):
-    (tmp_path / "wikitext-2").mkdir()
-    for part in ("train", "valid", "test"):
-        (tmp_path / "wikitext-2" / f"wiki.{part}.tokens").write_text(" \n = A = \n <unk> of words , \n" * 9)
-        (tmp_path / f"TinyStories-{part}.txt").write_text("Once there was.\n<|endoftext|>\n" * 20)
-    results = tiny(tmp_path / "out", "--dataset", "wikitext2", "tinystories", "--data-dir", str(tmp_path), "--inits",
-                   "default", "--tokeniser", "word")
-    assert [r["task"] for r in results] == ["wikitext2", "tinystories"]
-    assert results[0]["metrics"]["tokens_evaluated"] == 9 * (1 + 4 + 5) - 1
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("init", train_lm.INITS)
+def test_three_steps_are_those_of_the_paper(init, seed, book, tmp_path):
+    (result,) = run(book, tmp_path, init, "--first-seed", str(seed))
+    state, losses = reference(init, seed, SMALL | TINY)
+    assert_same(checkpoint(tmp_path)["model"], state)
+    assert [point["train_loss"] for point in result["curve"]] == pytest.approx(losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("data", [b"", b"x", b"0123456789", b"caf\xe9" * 500, "ab".encode("utf-16") * 500,
-                                  b"word " * 30])
-def test_short_and_broken_files_are_named(data, tmp_path, capsys):
-    (tmp_path / "x.txt").write_bytes(data)
+# one other value for each flag that training depends on; of the rest, where they are moved
+MOVED = dict(steps=2, batch_size=2, dim=15, depth=3, heads=4, head_dim=5, block=6, lr=0.01, mask_lr=0.5,
+             weight_decay=0.3, dropout=0.5, position_std=0.7, token_std=0.3, tokeniser="word", max_bytes=1000,
+             bf16=True)
+ELSEWHERE = {
+    "test_scripts.py": ["help", "inits", "seeds", "device", "out", "smoke", "resume"],
+    "test_three_steps_are_those_of_the_paper": ["first_seed"], "test_presets": ["preset"], "test_plot": ["plot"],
+    "test_sets_from_their_files": ["dataset", "data_dir", "data", "download"],
+    "test_samples": ["sample", "prompt", "temperature", "top_k"],
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_each_flag_changes_what_it_says(name, book, tmp_path):
+    (flag,) = command({name: MOVED[name]})
+    (result,) = run(book, tmp_path, "mask", flag.removesuffix("=True"))
+    found, plain = checkpoint(tmp_path)["model"], reference("mask", 0, SMALL | TINY)[0]
+    assert_same(found, reference("mask", 0, SMALL | TINY | {name: MOVED[name]})[0])
+    assert any(key not in found or not torch.equal(found[key], plain[key]) for key in plain)
+    usual = vars(train_lm.settings([], None)) | TINY
+    changed = {key for key in usual if key in result["config"] and result["config"][key] != usual[key]} - {"inits"}
+    assert changed == {name} | ({"mask_lr"} if name == "lr" else set())
+
+
+def test_no_flag_is_left_out():
+    assert {action.dest for action in train_lm.parser()._actions} == MOVED.keys() | set(sum(ELSEWHERE.values(), []))
+    assert ELSEWHERE.keys() - {"test_scripts.py"} <= globals().keys()
+
+
+def test_presets():
+    """Table 12."""
+    paper = dict(batch_size=128, lr=3e-4, weight_decay=0.01, dim=512, depth=12, heads=12, head_dim=42, block=64,
+                 dropout=0.2, position_std=0.02, token_std=0.02, tokeniser="gpt2", max_bytes=12_000_000)
+    for task, steps in ((None, 3000), ("wikitext2-raw", 3000), ("tinystories", 5000)):
+        assert vars(train_lm.settings(["--preset", "paper"], task)).items() >= (paper | {"steps": steps}).items()
+    usual = SMALL | {"inits": ["default", "mimetic", "mask", "mask-slopes", "alibi", "bias"], "dataset": ["builtin"]}
+    assert vars(train_lm.settings([], "tinystories")).items() >= usual.items()
+
+
+def constant(*scores):
+    """A model that gives the next token these scores, whatever came before."""
+    model = model_of(TINY, len(scores))
+    torch.nn.init.zeros_(model.head.weight)
+    model.head.bias.data = torch.tensor(scores)
+    return model
+
+
+@pytest.mark.parametrize("limit, bits", [(None, [1, 3, 1, 3, 3]), (2, [1, 3, 1, 3]), (1, [1, 3])])
+def test_figures_of_a_text_of_known_probabilities(limit, bits):
+    """Six tokens of seven bytes in blocks of 2; after any token, 1 has the probability 1/2 and 2 has 1/8."""
+    model, mean = constant(math.log(3 / 8), math.log(1 / 2), math.log(1 / 8)), sum(bits) / len(bits)
+    found = train_lm.scores(model, torch.tensor([0, 1, 2, 1, 2, 2]), 7, 2, limit=limit)
+    assert found == pytest.approx({"perplexity": 2**mean, "nll": mean * math.log(2), "bits_per_byte": mean * 6 / 7,
+                                   "tokens_evaluated": len(bits)})
+
+
+@pytest.mark.parametrize("nll, perplexity", [(699.5, math.exp(699.5)), (700.5, math.inf), (math.inf, math.inf)])
+def test_a_perplexity_beyond_all_numbers_is_infinite(nll, perplexity):
+    found = train_lm.scores(constant(0.0, -nll), torch.tensor([0, 1, 1]), None, 2)
+    assert found == {"perplexity": perplexity, "nll": nll, "bits_per_byte": None, "tokens_evaluated": 2}
+
+
+def test_a_result_line(book, tmp_path):
+    """Which text a figure is of, how many bytes that has, that dropout is off: counted anew with the saved weights."""
+    f = TINY | dict(steps=40, dropout=0.5, lr=0.05)
+    (result,) = run(book, tmp_path, "mask", *command(f))
+    metrics, model, ends = result["metrics"], model_of(f), []
+    train, val, test = (torch.tensor(list(part.encode())) for part in PARTS)
+    for block in model.transformer.blocks:
+        block.attention.set_mask(torch.zeros(3, 4, 4))
+    for state in reference("mask", 0, SMALL | f | {"steps": 0})[0], checkpoint(tmp_path)["model"]:
+        model.load_state_dict(state)
+        ends.append(persistence.snapshot(model, val[None, :4]))
+    persisted = persistence.measures(*ends)
+    assert {name: metrics[name] for name in persisted} == {name: pytest.approx(x) for name, x in persisted.items()}
+    found = {"val_": metrics, "": metrics, "point": {f"point{name}": x for name, x in result["curve"][-1].items()}}
+    for name, part, count in (("val_", val, 299), ("", test, 459), ("point", val, 64 * 4)):
+        windows = [part[start: start + 5] for start in range(0, count, 4)]
+        losses = [F.cross_entropy(model.eval()(w[None, :-1])[0], w[1:], reduction="sum").item() for w in windows]
+        nll = sum(losses) / count
+        wanted = dict(nll=nll, perplexity=math.exp(nll), bits_per_byte=nll / math.log(2), tokens_evaluated=count)
+        assert {key: found[name][f"{name}{key}"] for key in wanted} == pytest.approx(wanted, rel=1e-4), name
+    assert [point["step"] for point in result["curve"]] == list(range(2, 41, 2))
+    assert result["params"]["mask"] == 2 * 3 * 4 * 4 and "unknown" not in metrics
+    hashes = [hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:12] for ids in (train, val, test)]
+    assert [result["config"]["text"], result["config"]["held_out"]] == [hashes[0], "-".join(hashes[1:])]
+
+
+def test_words(book, tmp_path, capsys):
+    """Their tokeniser is made from the training text alone; spaces are lost, so nothing is said per byte."""
+    (result,) = run(book, tmp_path, "default", "--tokeniser", "word")
+    metrics, printed = result["metrics"], capsys.readouterr().out
+    assert set(checkpoint(tmp_path)["tokeniser"]["types"]) == {"<unk>", *PARTS[0].split()}
+    assert metrics["bits_per_byte"] is None is metrics["val_bits_per_byte"]
+    assert metrics["unknown"] == pytest.approx(2 / 3) and metrics["tokens_evaluated"] == 59
+    assert "step 3: perplexity " in printed and "perplexity per word token, blocks of 4" in printed
+
+
+def test_only_the_training_text_is_learnt_from(book, tmp_path, monkeypatch, capsys):
+    """And the processes of torchrun share a batch: each reads other rows with a dropout of its own, one writes."""
+    read, seeds, forward = [], [], GPT.forward
+
+    def recorded(model, ids):
+        if model.training:
+            read.append(ids)
+            seeds.append(torch.initial_seed())
+        return forward(model, ids)
+
+    monkeypatch.setattr(GPT, "forward", recorded)
+    run(book, tmp_path / "all", "default", "--steps", "30")
+    assert len(read) == 30 and set(torch.cat(read).flatten().tolist()) == set(PARTS[0].encode())
+    monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", lambda model: functools.partial(model))
+    monkeypatch.setattr(parallel, "mean_loss", lambda loss: 7.0)
+    for rank in (0, 1):
+        monkeypatch.setattr(parallel, "start", lambda *_, rank=rank: (rank, 2, torch.device("cpu")))
+        capsys.readouterr()
+        (result,) = run(book, tmp_path / str(rank), "default", "--steps", "30", "--sample", "2")
+        assert (capsys.readouterr().out > "") == (tmp_path / str(rank) / "results.jsonl").exists() == (rank == 0)
+        assert result.get("curve", [{"train_loss": 7.0}])[0]["train_loss"] == 7.0
+    assert all(torch.equal(ids, torch.stack([first, second], dim=1).flatten(0, 1))
+               for ids, first, second in zip(read[:30], read[30:60], read[60:], strict=True))
+    assert seeds[30:] == seeds[:30] + [seed + 1 for seed in seeds[:30]]
+
+
+@pytest.mark.parametrize("prompt, flags", [("", {}), ("abcd ", {"temperature": 0}), ("ab", {"top_k": 2}),
+                                           ("ab", {"temperature": 2.0})])
+def test_samples(prompt, flags, book, tmp_path, capsys):
+    """As the saved model draws them, without dropout, from a generator of their own."""
+    f = TINY | dict(dropout=0.1, steps=40, lr=0.1, sample=20)
+    run(book, tmp_path, "default", *command(f | flags | {"prompt": prompt}))
+    model, ids = model_of(f).eval(), torch.tensor([list((prompt or PARTS[0][0]).encode())])
+    model.load_state_dict(checkpoint(tmp_path)["model"])
+    drawn = generate(model, ids, 20, generator=runs.generator(0, "sample"), **flags)[0]
+    assert f"\n{bytes(drawn.tolist()).decode(errors='replace')}\n" in capsys.readouterr().out
+
+
+def test_prompts_of_lines_go_on():
+    tokeniser = text.make_tokeniser("lines", "the cat sat\non the mat\n")
+    for prompt, encoded in (("the cat", "the cat"), ("sat\n", "sat <eos>")):
+        assert text.decode(tokeniser, train_lm.encode_prompt(tokeniser, prompt)) == encoded
+    for prompt, reason in (("the dog", "not in the vocabulary: dog"), (" ", "no token")):
+        with pytest.raises(ValueError, match=reason):
+            train_lm.encode_prompt(tokeniser, prompt)
+
+
+def test_sets_from_their_files(tmp_path, monkeypatch, capsys):
+    fetched, folder, archive = [], tmp_path / "data", "wikitext-2-raw-v1.zip"
+
+    def download(url, path, sha256):
+        fetched.append((url, path, sha256))
+        path.write_text("Once there was.\n<|endoftext|>\n" * 200, encoding="utf-8")
+
+    def load(*flags):
+        return train_lm.main([*command(TINY), "--out", str(tmp_path / "out"), "--inits", "default", "--data-dir",
+                              "~/data", "--max-bytes", "1000", "--tokeniser", "word", "--dataset", *flags])
+
+    monkeypatch.setattr(runs, "download", download)
+    monkeypatch.setattr(text, "builtin", lambda: PARTS)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path.replace("~", str(tmp_path)))
+    (folder / "wikitext-2").mkdir(parents=True)
+    for part, count in (("train", 9), ("valid", 5), ("test", 7)):
+        (folder / "wikitext-2" / f"wiki.{part}.tokens").write_text(" \n = A = \n <unk> of words , \n" * count, "utf-8")
+    with pytest.raises(SystemExit):
+        load("tinystories")
+    assert "--dataset tinystories: " in capsys.readouterr().err and not fetched
+    results = load("builtin", "wikitext2", "tinystories", "--download")
+    counts = [(r["task"], r["metrics"]["val_tokens_evaluated"], r["metrics"]["tokens_evaluated"]) for r in results]
+    # 33 stories in 1,000 bytes, cut behind the 17th: five tokens each, and their separators with a line's end
+    assert counts == [("builtin", 59, 59), ("wikitext2", 5 * 10 - 1, 7 * 10 - 1),
+                      ("tinystories", 17 * 5 + 16 + 16 - 1, 16 * 5 + 16 + 16 - 1)]
+    with pytest.raises(SystemExit):  # what is downloaded here is no zip
+        load("wikitext2-raw", "--download")
+    assert fetched == [*((text.STORIES_BASE + name, folder / name, sha256) for name, sha256 in text.STORIES.items()),
+                       (text.WIKITEXT_BASE + archive, folder / archive, text.WIKITEXT["wikitext2-raw"]["sha256"])]
+    assert train_lm.settings(["--data", "~/x"], None).data == f"{tmp_path}/x"
+
+
+@pytest.mark.parametrize("content, reason", [
+    (b"", "0 tokens in the training text"), (b"caf\xe9" * 500, "not UTF-8 at byte 3"),
+    (b"word " * 15, "4 tokens in the validation text, --block 4 wants more")])
+def test_short_and_broken_files_are_named(content, reason, book, tmp_path, capsys):
+    book.write_bytes(content)
     with pytest.raises(SystemExit) as stop:
-        tiny(tmp_path / "out", "--data", str(tmp_path / "x.txt"), "--inits", "default")
+        run(book, tmp_path / "out", "default")
     error = capsys.readouterr().err
-    assert stop.value.code == 2 and "x.txt" in error and len(error.splitlines()) == 1
+    assert stop.value.code == 2 and f"--data {book}: " in error and reason in error and len(error.splitlines()) == 1
     assert not (tmp_path / "out").exists()
 
 
-def test_as_a_process_on_a_plain_console(tmp_path, book):
-    """No UTF-8 anywhere in the environment; samples of broken bytes do not crash it."""
-    done = subprocess.run([sys.executable, str(ROOT / "train_lm.py"), *TINY, "--data", book, "--sample", "30", "--out",
-                           str(tmp_path)],
-                          capture_output=True, encoding="cp1252", errors="replace", cwd=tmp_path,
-                          env=os.environ | {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C",
-                                            "PYTHONIOENCODING": "cp1252"})
-    assert done.returncode == 0 and done.stderr == "" and len(lines(tmp_path)) == 6
+def test_a_long_file_is_cut_and_says_so(book, tmp_path, capsys):
+    for most, said in ((6160, False), (6159, True)):
+        run(book, tmp_path, "default", f"--max-bytes={most}")
+        assert (f"{book}: the first 6,159 of 6,160 bytes; more with --max-bytes" in capsys.readouterr().out) == said
 
 
-def test_words_have_no_bits_per_byte(tmp_path, book):
-    (result,) = tiny(tmp_path / "out", "--data", book, "--tokeniser", "word", "--inits", "default")
-    assert result["metrics"]["bits_per_byte"] is None and result["metrics"]["perplexity"] > 1
-    assert result["metrics"]["unknown"] == 0
+def test_resume_knows_its_text_and_a_very_bad_run_is_a_finished_one(book, tmp_path):
+    def count(*flags):
+        (result,) = run(book, tmp_path, "default", *flags, "--resume")
+        return len((tmp_path / "results.jsonl").read_text(encoding="utf-8").splitlines()), result
+
+    _, bad = count("--lr", "500", "--steps", "1")
+    assert bad["metrics"]["perplexity"] is None and bad["metrics"]["nll"] > 700 and not bad["diverged"]
+    assert count("--lr", "500", "--steps", "1") == (1, bad)
+    assert count()[0] == count()[0] == 2
+    book.write_text("".join(PARTS)[:-5] + "xbcd ", encoding="utf-8")  # the test text alone
+    assert count()[0] == count()[0] == 3
+    assert count("--lr", "1e30", "--sample", "3")[1]["diverged"]
 
 
-def test_resume_does_not_take_the_results_of_another_text(tmp_path, book):
-    tiny(tmp_path / "out", "--data", book, "--inits", "default")
-    content = Path(book).read_text(encoding="utf-8")
-    Path(book).write_text(content[:-20] + content[-20:].upper(), encoding="utf-8")  # the test text alone
-    tiny(tmp_path / "out", "--data", book, "--inits", "default", "--resume")
-    assert len(lines(tmp_path / "out")) == 2
-    Path(book).write_text("other words, many of them\n" * 40, encoding="utf-8")
-    tiny(tmp_path / "out", "--data", book, "--inits", "default", "--resume")
-    first, second, third = (r["config"] for r in lines(tmp_path / "out"))
-    assert first["text"] == second["text"] != third["text"] and first["held_out"] != second["held_out"]
+def test_the_table_and_when_the_paper_s_figures_stand_in_it(capsys):
+    metrics = {"val_bits_per_byte": 1.5, "bits_per_byte": 1.25, "val_perplexity": 2.25, "perplexity": 4}
+    results = [{"task": "wikitext2-raw", "init": init, "metrics": metrics} for init in ("mask", "default")]
+    for flags, paper in ((["--dataset", "wikitext2-raw"], True), (["--lr", "1"], False), (["--preset", "small"], False),
+                         (["--data", "wikitext2-raw"], False), (["--tokeniser", "byte"], False)):
+        args = train_lm.settings(["--preset", "paper", "--inits", "mask", *flags], "wikitext2-raw")
+        train_lm.print_table(args, {"wikitext2-raw": args}, results)
+        printed = capsys.readouterr().out.splitlines()[-1].split()
+        assert printed == ["wikitext2-raw", "mask", "1.5000", "1.2500", "2.25", "4.00"] + ["166.76", "179.7"] * paper
 
 
-def test_a_prompt_of_lines_does_not_end_its_line():
-    tokeniser = text.make_tokeniser("lines", "the cat sat\non the mat\n")
-    args = train_lm.settings(["--prompt", "the cat"], "wikitext2")
-    assert text.decode(tokeniser, train_lm.encoded_prompt(args, tokeniser, None)) == "the cat"
-
-
-def test_plot(tmp_path, book):
+def test_plot(book, tmp_path):
     pytest.importorskip("matplotlib")
-    tiny(tmp_path / "out", "--data", book, "--inits", "default", "mask-slopes", "--plot")
+    run(book, tmp_path / "out", "mask-slopes", "--plot", "--seeds", "2")
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"curves.png", "attention-a book.txt.png", "masks-a book.txt.png"} <= names
-
-
-def test_a_long_file_is_cut_and_says_so(tmp_path, capsys):
-    path = tmp_path / "long.txt"
-    path.write_bytes("é".encode() * 2000)
-    (result,) = tiny(tmp_path / "out", "--data", str(path), "--max-bytes", "1001", "--inits", "default")
-    assert "the first 1,001 of 4,000 bytes" in capsys.readouterr().out
-    assert result["metrics"]["val_tokens_evaluated"] == 2 * 25 - 1  # 500 characters: 450, 25 and 25 of two bytes
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="gloo under torchrun")
 def test_two_processes_give_the_losses_of_one(book, one_and_two_processes):
-    flags = [str(ROOT / "train_lm.py"), *TINY, "--data", book, "--inits", "mask", "--device", "cpu"]
-    (one,), (two,) = one_and_two_processes(flags)
+    flags = [*command(TINY), "--data", str(book), "--inits", "mask", "--device", "cpu"]
+    (one,), (two,) = one_and_two_processes([train_lm.__file__, *flags])
     for a, b in zip(one["curve"], two["curve"], strict=True):
         assert a["train_loss"] == pytest.approx(b["train_loss"], abs=1e-5)
         assert a["nll"] == pytest.approx(b["nll"], abs=1e-4)

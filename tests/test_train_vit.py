@@ -1,26 +1,224 @@
-"""train_vit.py end to end on tiny settings, files of the official layout, two processes, bad input."""
-import json
+"""train_vit.py against a loop of a few lines, written from the paper; its figures, official files, two processes."""
+import functools
+import itertools
+import math
 import sys
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
+import torch.nn.functional as F
 
 import train_vit
-from tinymask import images
+from tinymask import ViT, images, init_weights, mask_priors, qk_init, records, runs
+from tinymask.inits import shuffled
 
 pytestmark = [pytest.mark.vit, pytest.mark.usefixtures("few_images")]
 ROOT = Path(__file__).parent.parent
-TINY = ["--steps", "4", "--batch-size", "8", "--dim", "24", "--depth", "2", "--warmup", "1"]
+TINY = dict(steps=3, batch_size=8, dim=24, depth=2, warmup=2)
+SMALL = TINY | dict(side=32, patch=4, heads=3, lr=2e-3, weight_decay=0.05, pooling="mean", positions="learned",
+                    drop_path=0.0, augment="none", open=10.0, closed=-10.0, vary_offsets=False, bf16=False)
 
 
-def tiny(out, *more):
-    return train_vit.main([*TINY, "--out", str(out), *more])
+def words(flags):
+    return [word for name, value in flags.items()
+            for word in ([f"--{name.replace('_', '-')}"] if value is True else [f"--{name.replace('_', '-')}={value}"])]
 
 
-def lines(out):
-    return [json.loads(line) for line in (out / "results.jsonl").read_text(encoding="utf-8").splitlines()]
+def run(out, init, *flags, dataset="builtin"):
+    return train_vit.main([*words(TINY), "--dataset", dataset, "--inits", init, "--out", str(out), *flags])
+
+
+def weights(out):
+    (path,) = (out / "checkpoints").iterdir()
+    return records.load(path)["model"]
+
+
+def scaled(x, side):
+    x = x.float() / 127.5 - 1
+    return F.interpolate(x, size=(side, side), mode="bicubic") if x.shape[-1] != side else x
+
+
+def reference(init, seed, f, relation="local"):
+    """Section 5.3: cross-entropy with soft labels, AdamW, half a cosine after a warm-up. f: the flags."""
+    x, labels, _, _ = images.builtin(relation)
+    model = ViT(classes=10, **{name: f[name] for name in (
+        "side", "patch", "dim", "depth", "heads", "pooling", "positions", "drop_path")})
+    init_weights(model, runs.generator(seed, "weights"))
+    draws, cls = runs.generator(seed, init), f["pooling"] == "cls"
+    supports = mask_priors.impulse_support(f["side"] // f["patch"], f["depth"], f["heads"], f["vary_offsets"])
+    if init == "mask-shuffled":
+        supports = [shuffled(s, draws) for s in supports]
+    for block, support in zip(model.transformer.blocks, supports):
+        if init == "mimetic":
+            qk_init.mimetic(block.attention, draws)
+        if init == "impulse":
+            qk_init.impulse(block.attention, model.position[cls:], support)
+    supports = mask_priors.with_cls(supports) if cls else supports
+    if init.startswith("svd"):
+        some = x[torch.randperm(len(x), generator=runs.generator(seed, "sample"))[:64]]
+        qk_init.apply_layerwise(functools.partial(qk_init.svd, gap=50.0), model, scaled(some, f["side"]), supports)
+    for block, support in zip(model.transformer.blocks, supports):
+        logits = mask_priors.to_mask(support, f["open"], f["closed"])
+        if init == "bias":
+            block.attention.set_mask(F.logsigmoid(logits), squash=False)
+        elif init.startswith("mask"):
+            block.attention.set_mask(0 * logits if init == "mask-zero" else logits, learnable=init != "mask-frozen")
+    groups = [dict(params=[], weight_decay=f["weight_decay"]), dict(params=[], weight_decay=0.0)]
+    for name, p in model.named_parameters():
+        if p.requires_grad and not (init == "svd-frozen" and ("query" in name or "key" in name)):
+            groups["mask" in name]["params"].append(p)
+    optimizer, draws = torch.optim.AdamW(groups), runs.generator(seed, "batches")
+    for step in range(f["steps"]):
+        rate = min(1, (step + 1) / f["warmup"]) * (1 + math.cos(math.pi * step / f["steps"])) / 2
+        groups[0]["lr"], groups[1]["lr"] = rate * f["lr"], rate * f.get("mask_lr", f["lr"])
+        chosen = torch.randint(len(x), (f["batch_size"],), generator=draws)
+        targets = F.one_hot(labels[chosen], 10).float()
+        if f["augment"] == "full":
+            inputs = scaled(images.flip_and_crop(x[chosen], draws, pad=4), f["side"])
+            inputs, targets = images.mixup_or_cutmix(inputs, 0.9 * targets + 0.01, draws)
+            inputs = images.random_erasing(inputs, draws)
+        else:
+            inputs = scaled(x[chosen], f["side"])
+        torch.manual_seed(torch.randint(2**31, (1,), generator=draws).item())  # drop path
+        with torch.autocast("cpu", torch.bfloat16, enabled=f["bf16"]):
+            logits = model(inputs)
+        optimizer.zero_grad()
+        (-(targets * logits.float().log_softmax(-1)).sum(-1).mean()).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def assert_same(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-3, atol=2e-5, msg=lambda m, name=name: name + m)
+
+
+@pytest.mark.parametrize("init, seed", [*itertools.product(train_vit.INITS, [0, 1])])
+def test_three_steps_are_those_of_the_paper(init, seed, tmp_path):
+    run(tmp_path, init, "--first-seed", str(seed), "--vary-offsets")
+    assert_same(weights(tmp_path), reference(init, seed, SMALL | {"vary_offsets": True}))
+
+
+MOVED = dict(steps=2, batch_size=4, dim=12, depth=3, heads=2, warmup=1, lr=0.01, mask_lr=0.5, weight_decay=0.9, side=16,
+             patch=8, pooling="cls", positions="sincos", drop_path=0.6, augment="full", open=2.0, closed=-3.0,
+             vary_offsets=True, bf16=True)
+ELSEWHERE = {"dataset", "data_dir", "download", "eval_only",  # below; the others in tests/test_scripts.py
+             "help", "inits", "preset", "seeds", "first_seed", "device", "out", "smoke", "resume", "plot"}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_each_flag_changes_what_it_says(name, tmp_path):
+    (result,) = run(tmp_path, "mask", *words({name: MOVED[name]}))
+    found, plain = weights(tmp_path), reference("mask", 0, SMALL)
+    assert_same(found, reference("mask", 0, SMALL | {name: MOVED[name]}))
+    assert any(key not in plain or found[key].shape != plain[key].shape or not torch.equal(found[key], plain[key])
+               for key in found)
+    usual = vars(train_vit.settings([], "builtin")) | TINY
+    changed = {key for key, value in result["config"].items() if key != "data_hash" and value != usual[key]}
+    assert changed - {"inits", "dataset"} == {name} | ({"mask_lr"} if name == "lr" else set())
+
+
+def test_no_flag_is_left_out():
+    assert {action.dest for action in train_vit.parser()._actions} == MOVED.keys() | ELSEWHERE
+
+
+@pytest.mark.parametrize("init, flags", [("svd", {"pooling": "cls"}), ("impulse", {"pooling": "cls"})])
+def test_priors_leave_the_class_token_alone(init, flags, tmp_path):
+    run(tmp_path, init, *words(flags))
+    assert_same(weights(tmp_path), reference(init, 0, SMALL | flags))
+
+
+def test_halves_are_the_other_set(tmp_path):
+    run(tmp_path, "mask", dataset="builtin-global")
+    assert_same(weights(tmp_path), reference("mask", 0, SMALL, "global"))
+
+
+def test_presets_are_the_paper_s():
+    """Tables 9 to 11: ViT-Tiny, 400 epochs of 50,000 in batches of 512, 50 of warm-up; ImageNet-100: 300 and 5."""
+    tiny = dict(side=224, patch=16, dim=192, depth=12, heads=3, batch_size=512, weight_decay=0.05, drop_path=0.1)
+    for dataset, own, epochs, warm, size in (("cifar10", dict(lr=2e-3, pooling="cls"), 400, 50, 50_000),
+                                             ("imagenet100", dict(lr=1e-3, pooling="mean"), 300, 5, 126_689)):
+        args = vars(train_vit.settings(["--preset", "paper"], dataset))
+        assert (tiny | own).items() <= args.items() and args["augment"] == "full"
+        assert args["steps"] == pytest.approx(epochs * size / 512, rel=0.005)
+        assert args["warmup"] == pytest.approx(warm * size / 512, rel=0.005)
+
+
+# -- figures ----------------------------------------------------------------------------------
+
+
+class Brightness(torch.nn.Module):
+    """Says class 1 with logit 2 where an image is bright, class 0 with logit 1 where it is not."""
+
+    def forward(self, x):
+        bright = x.mean(dim=(1, 2, 3)) > 0
+        return torch.stack([1.0 * ~bright, 2.0 * bright], dim=1)
+
+
+def test_scores_of_a_model_that_is_right_on_a_known_half():
+    """300 images, two batches of 256: 150 bright ones of class 1, all right; 150 dark ones, of class 1 too, all wrong."""
+    x = torch.full((300, 3, 8, 8), 20, dtype=torch.uint8)
+    x[:150] = 230
+    modes, model = [], Brightness()
+    model.register_forward_pre_hook(lambda module, _: modes.append(module.training))
+    args = train_vit.settings(["--side", "16"], None)
+    got = train_vit.scores(args, model, x, torch.ones(300, dtype=torch.long), torch.device("cpu"))
+    wanted = (math.log(1 + math.exp(-2)) + math.log(1 + math.e)) / 2
+    assert got == pytest.approx({"top1": 0.5, "loss": wanted}) and modes == [False, False] and model.training
+
+
+def test_best_is_of_the_curve_and_last_is_the_last(tmp_path, monkeypatch):
+    accuracies, asked = iter([0.3, 0.7, 0.1, 0.2]), []
+
+    def scores(args, model, x, labels, device):
+        asked.append((x, labels))
+        return {"top1": next(accuracies), "loss": 1.5}
+
+    monkeypatch.setattr(train_vit, "scores", scores)
+    (result,) = run(tmp_path, "mask")
+    metrics = result["metrics"]
+    assert (metrics["top1_best"], metrics["top1"], metrics["images"]) == (0.7, 0.2, 100)
+    _, _, test_x, test_labels = images.builtin("local")
+    assert len(asked) == 4 and all(torch.equal(x, test_x) and torch.equal(y, test_labels) for x, y in asked)
+
+
+def test_measures_of_persistence_are_taken_at_both_ends(tmp_path):
+    (result,) = run(tmp_path, "mask", "--lr", "0.2", "--open", "3", "--closed", "-3", "--steps", "12")
+    metrics = result["metrics"]
+    assert min(metrics["support_mass_init"]) > min(metrics["support_mass_final"]) and metrics["mask_drift"] > 0.3
+    assert 0 < metrics["attention_shift"] < 1 and result["params"]["mask"] == 2 * 3 * 64**2
+
+
+@pytest.mark.parametrize("init", ["svd", "mask"])
+def test_training_and_svd_see_no_test_image(init, tmp_path, monkeypatch):
+    """Test images are marked: white; no white image is trained on, or what svd is solved on; the probe is white."""
+    make, seen, solve, forward = images.builtin, [], qk_init.apply_layerwise, ViT.forward
+
+    def marked(relation):
+        x, labels, test_x, test_labels = make(relation)
+        return x.clamp(max=200), labels, torch.full_like(test_x, 255), test_labels
+
+    monkeypatch.setattr(images, "builtin", marked)
+    monkeypatch.setattr(qk_init, "apply_layerwise", lambda m, model, x, s: (seen.append((True, x)), solve(m, model, x, s)))
+    monkeypatch.setattr(ViT, "forward", lambda self, x: (seen.append((self.training, x)), forward(self, x))[1])
+    run(tmp_path, init)
+    for training, x in seen:
+        assert (x.amax(dim=(1, 2, 3)) == 1).all() if not training else (x.amax(dim=(1, 2, 3)) < 0.9).all()
+    assert sum(training for training, _ in seen) == 3 + (init == "svd")
+
+
+def test_the_table_says_what_best_is_and_when_the_paper_s_figures_stand_in_it(capsys):
+    for flags, paper in ((["--bf16"], True), (["--dim", "96"], False), (["--preset", "small"], False)):
+        args = train_vit.settings(["--preset", "paper", "--inits", "mask", "--dataset", "cifar10", *flags], "cifar10")
+        train_vit.print_table(args, {"cifar10": args}, [])
+        printed = capsys.readouterr().out
+        assert ("paper: best" in printed) == printed.endswith("0.9566\n") == paper and "chosen on the test" in printed
+
+
+# -- data sets and checkpoints ----------------------------------------------------------------
 
 
 def cifar(folder, classes=10, count=12):
@@ -30,122 +228,71 @@ def cifar(folder, classes=10, count=12):
     draw = numpy.random.default_rng(0)
     names = {10: ["data_batch_1.bin", "data_batch_2.bin", "test_batch.bin"], 100: ["train.bin", "test.bin"]}
     for name in names[classes]:
-        records = draw.integers(0, 256, (count, about["label_bytes"] + 3072), dtype=numpy.uint8)
-        records[:, about["label_bytes"] - 1] %= classes
-        (folder / about["folder"] / name).write_bytes(records.tobytes())
+        content = draw.integers(0, 256, (count, about["label_bytes"] + 3072), dtype=numpy.uint8)
+        content[:, about["label_bytes"] - 1] %= classes
+        (folder / about["folder"] / name).write_bytes(content.tobytes())
 
 
-def test_result_lines(tmp_path, capsys):
-    results = tiny(tmp_path, "--inits", *train_vit.INITS)
-    assert len(results) == 2 * len(train_vit.INITS)
-    for result in results:
-        metrics = result["metrics"]
-        assert metrics["top1"] == result["curve"][-1]["top1"] <= metrics["top1_best"]
-        masked = result["init"].startswith("mask") or result["init"] == "bias"
-        assert result["params"]["mask"] == (2 * 3 * 64**2 if masked else 0)
-    assert "top-1, best" in capsys.readouterr().out
+def test_cifar_from_files_of_the_official_layout(tmp_path):
+    for classes, count in ((10, 24), (100, 12)):
+        cifar(tmp_path / "data", classes)
+        (result,) = run(tmp_path / str(classes), "mask", "--data-dir", str(tmp_path / "data"), dataset=f"cifar{classes}")
+        assert result["metrics"]["images"] == count and result["params"]["total"] > 0
+        assert weights(tmp_path / str(classes))["head.weight"].shape == (classes, 24)
+    (tmp_path / "data" / "cifar-10-batches-bin" / "data_batch_1.bin").unlink()  # --resume does not take others' results
+    (result,) = run(tmp_path / "10", "mask", "--data-dir", str(tmp_path / "data"), "--resume", dataset="cifar10")
+    assert result["metrics"]["images"] == 12
 
 
-def test_inits_share_weights():
-    args = train_vit.settings(TINY, "builtin")
-    sample = torch.rand(64, 3, 32, 32)
-    states = {init: train_vit.build(args, "builtin", init, 0, sample)[0].state_dict() for init in train_vit.INITS}
-    for name, value in states["default"].items():
-        for init, state in states.items():
-            changed = {"mimetic": ("query", "key", "value", "out"), "impulse": ("query", "key"),
-                       "svd": ("query", "key"), "svd-frozen": ("query", "key")}.get(init, ())
-            if not any(f".{part}." in name for part in changed):
-                assert torch.equal(value, state[name]), (init, name)
-
-
-@pytest.mark.parametrize("classes", [10, 100])
-def test_cifar_from_files_of_the_official_layout(classes, tmp_path):
-    cifar(tmp_path / "data", classes)
-    (result,) = tiny(tmp_path / "out", "--dataset", f"cifar{classes}", "--data-dir", str(tmp_path / "data"), "--inits",
-                     "mask", "--augment", "full")
-    assert result["metrics"]["images"] == (24 if classes == 10 else 12) and len(result["curve"]) == 4
-
-
-def test_the_paper_preset_takes_steps_at_224_pixels(tmp_path):
-    cifar(tmp_path / "data", count=3)
-    (result,) = train_vit.main(["--preset", "paper", "--dataset", "cifar10", "--inits", "mask", "--steps", "1",
-                                "--batch-size", "2", "--data-dir", str(tmp_path / "data"), "--out", str(tmp_path)])
-    assert result["params"]["mask"] == 12 * 3 * 197**2
-    assert result["params"]["total"] - result["params"]["mask"] == 5_717_416 - 990 * 193  # 10 classes, not 1,000
-
-
-def test_imagenet_from_folders(tmp_path):
+def test_imagenet_from_folders_and_a_run_that_goes_on(tmp_path, monkeypatch):
     image = pytest.importorskip("PIL.Image")
-    for part in ("train", "val"):
-        for number in range(100):
-            folder = tmp_path / "imagenet100" / part / f"n{number:08}"
-            folder.mkdir(parents=True)
-            image.new("RGB", (20, 16), (number, 0, 0)).save(folder / "a.JPEG")
-    (result,) = tiny(tmp_path, "--dataset", "imagenet100", "--data-dir", str(tmp_path), "--inits", "default")
-    assert len(result["metrics"]["class_list"]) == 12 and result["metrics"]["images"] == 100
+    for part, number in itertools.product(("train", "val"), range(100)):
+        folder = tmp_path / "imagenet100" / part / f"n{number:08}"
+        folder.mkdir(parents=True)
+        image.new("RGB", (20, 16), (2 * number, 0, 0)).save(folder / "a.JPEG")
+    flags = ["--data-dir", str(tmp_path), "--steps", "2"]
+    (whole,) = run(tmp_path / "whole", "svd", *flags, dataset="imagenet100")
+    assert len(whole["metrics"]["class_list"]) == 12 and whole["metrics"]["images"] == 100
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(runs, "stop_requested", lambda: 2)
+        run(tmp_path / "parts", "svd", *flags, dataset="imagenet100")
+    (parts,) = run(tmp_path / "parts", "svd", *flags, "--resume", dataset="imagenet100")
+    assert parts["metrics"] == whole["metrics"] and parts["curve"] == whole["curve"]
 
 
-def test_eval_only_gives_the_recorded_scores(tmp_path, capsys):
-    flags = ["--dataset", "builtin", "--inits", "mask"]
-    (result,) = tiny(tmp_path, *flags)
+def test_eval_only(tmp_path, capsys):
+    (result,) = run(tmp_path, "mask")
     (path,) = (tmp_path / "checkpoints").iterdir()
     capsys.readouterr()
-    assert tiny(tmp_path, *flags, "--eval-only", str(path)) == []
-    assert f"top-1 {result['metrics']['top1']:.4f}" in capsys.readouterr().out and len(lines(tmp_path)) == 1
-    with pytest.raises(SystemExit) as stop:
-        tiny(tmp_path, *flags, "--eval-only", str(tmp_path / "nosuch.pt"))
-    assert stop.value.code == 2 and "nosuch.pt" in capsys.readouterr().err
+    assert run(tmp_path, "mask", "--eval-only", str(path)) == []
+    assert f"top-1 {result['metrics']['top1']:.4f}" in capsys.readouterr().out
+    for init, flags, said in (("bias", [], "init is mask there, bias here"),
+                              ("mask", ["--heads", "4"], "heads is 3 there, 4 here"),
+                              ("mask", ["--dataset", "builtin-global"], "task is builtin there"),
+                              ("mask", ["--eval-only", str(tmp_path / "nosuch.pt")], "no such file")):
+        with pytest.raises(SystemExit) as stop:
+            run(tmp_path, init, "--eval-only", str(path), *flags)
+        assert stop.value.code == 2 and said in capsys.readouterr().err
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="gloo under torchrun")
-def test_two_processes_give_the_losses_of_one(tmp_path, one_and_two_processes):
-    cifar(tmp_path / "data")
-    flags = [str(ROOT / "train_vit.py"), *TINY, "--dataset", "cifar10", "--data-dir", str(tmp_path / "data"), "--inits",
-             "mask", "--augment", "full", "--device", "cpu"]
-    (one,), (two,) = one_and_two_processes(flags)
-    for a, b in zip(one["curve"], two["curve"], strict=True):
-        assert a["train_loss"] == pytest.approx(b["train_loss"], abs=1e-5)
-        assert a["loss"] == pytest.approx(b["loss"], abs=1e-4)
+def test_few_tokens_are_said(tmp_path, capsys):
+    run(tmp_path, "default", "--patch", "16")
+    assert "--patch 16 leaves 4 tokens" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 def test_plot(pooling, tmp_path):
     pytest.importorskip("matplotlib")
-    tiny(tmp_path, "--dataset", "builtin", "--inits", "default", "mask", "--plot", "--pooling", pooling)
+    run(tmp_path, "mask", "--plot", "--pooling", pooling)
     assert {"curves.png", "attention-builtin.png", "mask-builtin.png"} <= {path.name for path in tmp_path.iterdir()}
 
 
-@pytest.mark.parametrize("made, asked, words", [
-    (["--inits", "mask"], ["--inits", "bias"], "init is mask there, bias here"),
-    (["--inits", "default"], ["--inits", "default", "--heads", "4"], "heads is 3 there, 4 here"),
-    (["--inits", "default"], ["--inits", "default", "--dataset", "builtin-global"], "dataset is builtin there"),
-])
-def test_eval_only_refuses_the_checkpoint_of_another_model(made, asked, words, tmp_path, capsys):
-    tiny(tmp_path, "--dataset", "builtin", *made)
-    (path,) = (tmp_path / "checkpoints").iterdir()
-    with pytest.raises(SystemExit) as stop:
-        tiny(tmp_path, "--dataset", "builtin", *asked, "--eval-only", str(path))
-    assert stop.value.code == 2 and words in capsys.readouterr().err
-
-
-def test_resume_does_not_take_the_results_of_other_images(tmp_path):
+@pytest.mark.skipif(sys.platform == "win32", reason="gloo under torchrun")
+def test_two_processes_give_the_losses_of_one(tmp_path, one_and_two_processes):
     cifar(tmp_path / "data")
-    flags = ["--dataset", "cifar10", "--data-dir", str(tmp_path / "data"), "--inits", "default"]
-    tiny(tmp_path / "out", *flags)
-    (tmp_path / "data" / "cifar-10-batches-bin" / "data_batch_1.bin").unlink()
-    (result,) = tiny(tmp_path / "out", *flags, "--resume")
-    assert result["metrics"]["images"] == 12 and len(lines(tmp_path / "out")) == 2
-
-
-def test_few_tokens_are_said(tmp_path, capsys):
-    tiny(tmp_path, "--dataset", "builtin", "--inits", "default", "--patch", "16")
-    assert "--patch 16 leaves 4 tokens" in capsys.readouterr().out
-
-
-def test_a_truncated_file_is_named(tmp_path, capsys):
-    cifar(tmp_path)
-    path = tmp_path / "cifar-10-batches-bin" / "test_batch.bin"
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(SystemExit) as stop:
-        train_vit.main(["--dataset", "cifar10", "--data-dir", str(tmp_path), "--out", str(tmp_path / "out")])
-    assert stop.value.code == 2 and "test_batch.bin" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    flags = [str(ROOT / "train_vit.py"), *words(TINY), "--dataset", "cifar10", "--data-dir", str(tmp_path / "data"),
+             "--inits", "mask", "--augment", "full", "--device", "cpu"]
+    (one,), (two,) = one_and_two_processes(flags)
+    for a, b in zip(one["curve"], two["curve"], strict=True):
+        assert a["train_loss"] == pytest.approx(b["train_loss"], abs=1e-5)
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-4)

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 
 import train_vit
 from tinymask import ViT, mask_priors, qk_init
+from tinymask.persistence import attention_maps
 from tinymask.transformer import drop_branch, init_weights, parameter_counts, sincos
 
 pytestmark = pytest.mark.vit
@@ -17,15 +18,17 @@ def vit(**options):
 
 def test_vit_tiny_has_its_published_size():
     """DeiT-Tiny / timm vit_tiny_patch16_224 with 1,000 classes."""
-    assert parameter_counts(ViT(224, 16, 1000))["total"] == 5_717_416
+    assert parameter_counts(ViT(side=224, patch=16, classes=1000))["total"] == 5_717_416
 
 
 @pytest.mark.parametrize("pooling, tokens", [("cls", 17), ("mean", 16)])
 @pytest.mark.parametrize("positions", ["learned", "sincos"])
 def test_shapes(pooling, tokens, positions):
     model = vit(pooling=pooling, positions=positions)
-    output, attentions = model(torch.randn(2, 3, 16, 16), return_attention=True)
-    assert output.shape == (2, 5) and attentions[0].shape == (2, 3, tokens, tokens)
+    images = torch.randn(2, 3, 16, 16)
+    assert model(images).shape == (2, 5) and attention_maps(model, images)[0].shape == (2, 3, tokens, tokens)
+    read = model.transformer(model.embed(images))  # (B, N, D)
+    torch.testing.assert_close(model(images), model.head(read[:, 0] if pooling == "cls" else read.mean(dim=1)))
     assert ("position" in dict(model.named_parameters())) == (positions == "learned")
 
 
@@ -68,12 +71,11 @@ def test_drop_path_drops_whole_examples_and_keeps_the_mean():
 
 
 def test_impulses_by_hand():
-    """3 x 3 patches; heads look at the centre, up, right; the border looks at itself."""
-    (support,) = mask_priors.impulse_support(3, 1, 3)
+    """What the nine heads of the middle and of the last patch of 3 x 3 look at; the border looks at itself."""
+    (support,) = mask_priors.impulse_support(3, 1, 9)
     assert (support.sum(-1) == 1).all()
-    assert support[0].argmax(-1).tolist() == list(range(9))
-    assert support[1].argmax(-1).tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5]
-    assert support[2].argmax(-1).tolist() == [1, 2, 2, 4, 5, 5, 7, 8, 8]
+    assert support[:, 4].argmax(-1).tolist() == [4, 1, 5, 3, 7, 0, 2, 6, 8]  # centre, up, right, left, down, corners
+    assert support[:, 8].argmax(-1).tolist() == [8, 5, 8, 7, 8, 4, 8, 8, 8]
 
 
 def test_impulses_that_vary_cover_the_window_in_three_layers():
@@ -125,7 +127,7 @@ def test_impulse_attends_to_the_neighbour_it_was_given():
 
 def test_svd_of_a_vit_is_solved_without_drop_path():
     """Nothing of it hangs on the global seed, and the model is left in training mode."""
-    sample, made = torch.rand(8, 3, 32, 32), []
+    made, sample = [], torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8)
     args = train_vit.settings(["--dim", "24", "--depth", "3", "--drop-path", "0.5"], "builtin")
     for seed in (1, 2):
         torch.manual_seed(seed)

@@ -1,67 +1,91 @@
-"""What a mask costs: masked against plain attention, `python -m tinymask.bench`.
+"""What a mask costs: `python -m tinymask.bench`, speeds as ratios measured in one run.
 
-One training step (forward, backward, Adam) of a transformer with masks and of the same one without, in
-one process, in turn, so that both meet the same machine. The overhead is the ratio of the two times minus
-one: the median over pairs of steps, and the quartiles. Memory is what the resident set of a new process
-grows by at most, over three steps. Sizes: the Boolean section's, and 64, 196 and 256 tokens at the width
-of ViT-Tiny. A second table has the tokens a second of the small language model, for growing blocks.
+First table: one training step (forward, backward, Adam) of a transformer with masks and of the same one without, in
+turn, so that both meet the same machine; the overhead is the ratio of the two times minus one, the median over pairs
+of steps and its quartiles. Memory is what the resident set of a new process grows by at most over three steps. Sizes:
+the Boolean section's, and 64, 196 and 256 tokens at the width of ViT-Tiny. Second table: the small language model with
+a mask for each head, against the same model with `F.scaled_dot_product_attention` in place of our formula: with the
+same masks, and without any, where torch has a fused kernel.
 """
 import argparse
+import functools
 import multiprocessing
 import signal
 import statistics
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from tinymask import records, runs
+from tinymask.attention import MaskedAttention
 from tinymask.transformer import GPT, Transformer, init_weights, parameter_groups
 
-SIZES = [  # batch, tokens, dim, depth, heads, head_dim
-    (128, 15, 48, 2, 3, 16),
-    (16, 64, 192, 2, 3, 64),
-    (64, 64, 192, 2, 3, 64),
-    (16, 196, 192, 2, 3, 64),
-    (16, 256, 192, 2, 3, 64),
-]
+SIZES = [  # batch, tokens, dim, depth, heads
+    (128, 15, 48, 2, 3), (16, 64, 192, 2, 3), (64, 64, 192, 2, 3), (16, 196, 192, 2, 3), (16, 256, 192, 2, 3)]
 LANGUAGE = [(16, 64), (8, 128), (4, 256), (2, 512), (1, 1024)]  # batch, block: 1,024 tokens each
 
 
-def training_step(size, masked):
-    """A function that does one training step of a transformer, masked or plain."""
+class LibraryAttention(nn.Module):
+    """A MaskedAttention whose formula is the library's: what a user would write instead."""
+
+    def __init__(self, layer: MaskedAttention):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, N, D)
+        layer, tokens = self.layer, x.shape[1]
+        query, key, value = (project(x).unflatten(-1, (layer.heads, -1)).transpose(1, 2)  # (B, H, N, Dh)
+                             for project in (layer.query, layer.key, layer.value))
+        bias = None
+        if layer.mask is not None:
+            future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+            bias = F.logsigmoid(layer.mask).masked_fill(future, float("-inf"))
+        output = F.scaled_dot_product_attention(query, key, value, bias, is_causal=bias is None)
+        return layer.out(output.transpose(1, 2).flatten(2))
+
+
+def training_step(size: tuple, masked: bool) -> Callable[[], None]:
+    """A function that does one training step of a transformer of this size, masked or plain."""
     generator = runs.generator(0, "bench")
-    batch, tokens, dim, depth, heads, head_dim = size
-    model = init_weights(Transformer(dim, depth, heads, head_dim), generator)
+    batch, tokens, dim, depth, heads = size
+    model = init_weights(Transformer(dim=dim, depth=depth, heads=heads), generator)
     if masked:
         set_masks(model, (tokens, tokens), generator)
     x = torch.randn(batch, tokens, dim, generator=generator)
     return step_of(model, lambda: model(x).square().mean())
 
 
-def language_step(batch, block, masked):
+def language_step(batch: int, block: int, masked: bool, library: bool) -> Callable[[], None]:
     """The same for the small model of train_lm.py: bytes, width 96, 3 layers, 4 heads of 24, a mask for each head."""
     generator = runs.generator(0, "bench")
-    model = init_weights(GPT(256, block, 96, 3, 4, 24), generator)
+    model = GPT(vocabulary=256, block=block, dim=96, depth=3, heads=4, head_dim=24)
+    init_weights(model, generator)
     if masked:
-        set_masks(model.transformer, (4, block, block), generator)
+        set_masks(model, (4, block, block), generator)
+    if library:
+        for layer in model.transformer.blocks:
+            layer.attention = LibraryAttention(layer.attention)
     ids = torch.randint(256, (batch, block), generator=generator)
     return step_of(model, lambda: F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()))
 
 
-def set_masks(transformer, shape, generator):
+def set_masks(model: nn.Module, shape: tuple, generator: torch.Generator) -> None:
     """A random mask of this shape in every layer."""
-    for block in transformer.blocks:
-        block.attention.set_mask(torch.randn(shape, generator=generator))
+    for layer in model.modules():
+        if isinstance(layer, MaskedAttention):
+            layer.set_mask(torch.randn(shape, generator=generator))
 
 
-def step_of(model, loss):
+def step_of(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
     """A function that takes one Adam step down the loss, a function too."""
-    optimizer = torch.optim.Adam(parameter_groups(model, 1e-4, 1e-4, 0.0))
+    optimizer = torch.optim.Adam(parameter_groups(model, lr=1e-4, mask_lr=1e-4, weight_decay=0.0))
 
-    def step():
+    def step() -> None:
         optimizer.zero_grad()
         loss().backward()
         optimizer.step()
@@ -69,70 +93,60 @@ def step_of(model, loss):
     return step
 
 
-def seconds(step):
-    """How long one step takes."""
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
-
-
-def peak_mb(size, masked):
-    """Growth of the peak resident set over three steps, in MB; for a process of its own. None on Windows."""
-    training_step((1, 2, 4, 1, 1, 4), masked)()  # what the libraries load at the first step
-    before = records.peak_rss_mb()
+def peak_mb(size: tuple, masked: bool) -> float:
+    """Growth of the peak resident set over three steps, in MB; for a process of its own. 0 on Windows."""
+    training_step((1, 2, 4, 1, 1), masked)()  # what the libraries load at the first step
+    before = records.peak_rss_mb() or 0.0
     step = training_step(size, masked)
     for _ in range(3):
         step()
-    return before and records.peak_rss_mb() - before
+    return (records.peak_rss_mb() or 0.0) - before
 
 
-def memory(size):
+def memory(size: tuple) -> list[float]:
     """`peak_mb` of plain and masked, each in a new process."""
     megabytes = []
     for masked in (False, True):
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is for this process alone
-            future = pool.submit(peak_mb, size, masked)
-            signal.signal(signal.SIGINT, handler)
-            megabytes.append(future.result())
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=signal.signal,
+                                 initargs=(signal.SIGINT, signal.SIG_IGN)) as pool:  # Ctrl-C is for this process alone
+            megabytes.append(pool.submit(peak_mb, size, masked).result())
     return megabytes
 
 
-def overhead(plain, masked, repeats):
-    """Median time of a plain step in ms, then quartile, median and quartile of the overhead in percent."""
-    for step in (plain, masked) * 3:  # warm up
-        step()
-    pairs = []
-    for _ in range(repeats):
-        if runs.interrupted():  # Ctrl-C
-            raise KeyboardInterrupt
-        pairs.append((seconds(plain), seconds(masked)))
-    plain_ms = 1e3 * statistics.median(a for a, _ in pairs)
-    return [plain_ms, *(100 * (q - 1) for q in statistics.quantiles((b / a for a, b in pairs), n=4))]
+def times(steps: list[Callable[[], None]], repeats: int) -> list[list[float]]:
+    """Seconds of each step, `repeats` times in turn, after three rounds that do not count."""
+    rounds: list[list[float]] = []
+    for _ in range(3 + repeats):
+        rounds.append([])
+        for step in steps:
+            start = time.perf_counter()
+            step()
+            rounds[-1].append(time.perf_counter() - start)
+    return [list(column) for column in zip(*rounds[3:])]
 
 
-def main(argv=None):
-    """Print the table. No runs are made, so none is returned."""
+def main(argv: list[str] | None = None) -> list:
+    """Print the two tables. No runs are made, so none is returned."""
     flags = argparse.ArgumentParser(prog="tinymask.bench", description=__doc__, allow_abbrev=False,
                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.error = runs.fail
-    flags.add_argument("--repeats", type=runs.whole(2), default=60, help="pairs of steps (default: 60)")
+    flags.error = runs.fail  # type: ignore[assignment]
+    flags.add_argument("--repeats", type=runs.number(int, 2), default=60, help="rounds of steps (default: 60)")
     args = flags.parse_args(argv)
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {args.repeats} pairs of steps a size")
-    header = ["batch", "tokens", "plain ms", "overhead", "quartiles", "plain MB", "masked MB"]
-    megabytes = [memory(size) for size in tqdm(SIZES, desc="memory", disable=None, leave=False)]
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {args.repeats} rounds of steps a size")
     rows = []
-    for size, (plain, masked) in zip(tqdm(SIZES, desc="time", disable=None, leave=False), megabytes):
-        ms, low, middle, high = overhead(*(training_step(size, masked) for masked in (False, True)), args.repeats)
-        rows.append([*size[:2], f"{ms:.1f}", f"{middle:+.1f} %", f"{low:+.1f} to {high:+.1f} %",
-                     runs.mean_std([plain], 0), runs.mean_std([masked], 0)])
-    print(runs.table(header, rows))
+    for size in tqdm(SIZES, desc="masked against plain", disable=None, leave=False):
+        plain, masked = times([training_step(size, masked) for masked in (False, True)], args.repeats)
+        low, middle, high = (100 * (q - 1) for q in statistics.quantiles((b / a for a, b in zip(plain, masked)), n=4))
+        rows.append([*size[:2], f"{1e3 * statistics.median(plain):.1f}", f"{middle:+.1f} %",
+                     f"{low:+.1f} to {high:+.1f} %", *(f"{mb:.0f}" for mb in memory(size))])
+    print(runs.table(["batch", "tokens", "plain ms", "overhead", "quartiles", "plain MB", "masked MB"], rows))
     rows = []
-    for batch, block in tqdm(LANGUAGE, desc="language", disable=None, leave=False):
-        ms, _, middle, _ = overhead(*(language_step(batch, block, masked) for masked in (False, True)), args.repeats)
-        plain = 1e3 * batch * block / ms
-        rows.append([batch, block, f"{plain:,.0f}", f"{plain / (1 + middle / 100):,.0f}"])
-    print(runs.table(["batch", "block", "plain tokens/s", "masked tokens/s"], rows))
+    for batch, block in tqdm(LANGUAGE, desc="against the library", disable=None, leave=False):
+        make = functools.partial(language_step, batch, block)
+        ours, same, none = times([make(True, False), make(True, True), make(False, True)], args.repeats)
+        speed = [statistics.median(b / a for a, b in zip(ours, other)) for other in (same, none)]
+        rows.append([batch, block, f"{batch * block / statistics.median(ours):,.0f}", *(f"{s:.2f}" for s in speed)])
+    print(runs.table(["batch", "block", "masked tokens/s", "of the library's", "of the library's without masks"], rows))
     return []
 
 

@@ -1,34 +1,36 @@
-"""Images as tensors: CIFAR from the official binary files, ImageNet-100 from folders, two sets made by this file.
+"""Images: CIFAR from the official binary files, ImageNet-100 from folders, two sets made by this file.
 
-A set is four tensors: training images (P, 3, S, S) uint8 and labels (P,) int64, then the same for testing.
-Files are taken as they come, from one folder (`data_dir`): an extracted folder wins over an archive and is
-read as it stands, whatever the number of its records. A file that is missing is a FileNotFoundError, one
-that cannot be used a ValueError; both are one line.
-
-Augmentation works on whole batches, with one generator. Shapes: B batch, P images, C classes, S side.
+A set is training images (P, 3, S, S) uint8 and labels (P,) int64, then the same for testing. Images are a tensor, or
+an ImageFolder that decodes them when asked; `training_batches`, `in_order`, `sample` and `fingerprint` take both.
+Files are only read: an extracted folder wins over an archive, and any number of records will do. A file that is
+missing is a FileNotFoundError, one that cannot be used a ValueError; both are one line. Augmentation works on
+whole batches, with one generator. Shapes: B batch, P images, C classes, S side.
 """
 import gzip
 import hashlib
-import json
+import itertools
+import os
+import signal
 import tarfile
 import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
+from torch import Generator, Tensor
+from torch.utils.data import DataLoader, Dataset
 
 BASE = "https://www.cs.toronto.edu/~kriz/"
-CIFAR = {  # layout: https://www.cs.toronto.edu/~kriz/cifar.html; sizes and hashes: tensorflow datasets
-    "cifar10": dict(
-        archive="cifar-10-binary.tar.gz", size=170_052_171, folder="cifar-10-batches-bin", label_bytes=1, classes=10,
-        sha256="c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
-    ),
-    "cifar100": dict(
-        archive="cifar-100-binary.tar.gz", size=168_513_733, folder="cifar-100-binary", label_bytes=2, classes=100,
-        sha256="58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec",
-    ),
+CIFAR: dict[str, dict[str, Any]] = {  # layout: BASE + "cifar.html"; sizes and hashes: tensorflow datasets
+    "cifar10": {"archive": "cifar-10-binary.tar.gz", "size": 170_052_171, "folder": "cifar-10-batches-bin",
+                "label_bytes": 1, "classes": 10,
+                "sha256": "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"},
+    "cifar100": {"archive": "cifar-100-binary.tar.gz", "size": 168_513_733, "folder": "cifar-100-binary",
+                 "label_bytes": 2, "classes": 100,
+                 "sha256": "58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec"},
 }
 
 # -- built-in sets: 8 x 8 tiles of 4 x 4 pixels, no download ---------------------------------------
@@ -37,7 +39,7 @@ CLASSES, GRID, TILE = 10, 8, 4
 HOLDS = 0.8  # how often the rule of a set holds; else a tile is any
 
 
-def builtin(relation, train=8000, test=1000, seed=0):
+def builtin(relation: str, train: int = 8000, test: int = 1000, seed: int = 0) -> tuple[Tensor, ...]:
     """A set made from a seed: images of 8 x 8 tiles of ten textures; the class is how textures relate to each other.
 
     In an image of class c, with probability HOLDS for each tile,
@@ -46,79 +48,78 @@ def builtin(relation, train=8000, test=1000, seed=0):
         "global"   the tiles of the left half have one texture, those of the right half the one c further on
 
     or, for half of the images, the same from top to bottom. A tile alone says nothing of the class in either.
-    In the first set neighbours decide; in the second, parts of the image that a 3 x 3 window never holds
-    together. Raises ValueError for another relation.
+    In the first set neighbours decide; in the second, parts of the image that a 3 x 3 window never holds together.
     """
     if relation not in ("local", "global"):
         raise ValueError(f"relation is 'local' or 'global', got {relation!r}")
-    generator = torch.Generator().manual_seed(seed)
+    generator = Generator().manual_seed(seed)
     textures = torch.randint(0, 200, (CLASSES, 3, TILE, TILE), generator=generator)
-    return tuple(part for count in (train, test) for part in _tiled(relation, count, textures, generator))
-
-
-def _tiled(relation, count, textures, generator):
-    """`count` images (P, 3, 32, 32) and labels (P,) of a built-in set."""
-    labels = torch.randint(CLASSES, (count,), generator=generator)
-    tiles = torch.randint(CLASSES, (count, GRID, GRID), generator=generator)
-    holds = torch.rand(count, GRID, GRID, generator=generator) < HOLDS
-    first = tiles[:, :, 0].clone()  # global: the texture of the left half is that of the first tile
-    for column in range(GRID):
-        if relation == "local":
-            wanted = tiles[:, :, max(column - 1, 0)] + labels[:, None] * (column > 0)  # (P, 8)
-        else:
-            wanted = first[:, :1] + labels[:, None] * (column >= GRID // 2)  # (P, 1)
-        tiles[:, :, column] = torch.where(holds[:, :, column], wanted % CLASSES, tiles[:, :, column])
-    downwards = torch.rand(count, generator=generator) < 0.5
-    tiles = torch.where(downwards[:, None, None], tiles.transpose(1, 2), tiles)
-    images = textures[tiles].permute(0, 3, 1, 4, 2, 5).reshape(count, 3, GRID * TILE, GRID * TILE)
-    noise = torch.randint(-20, 21, images.shape, generator=generator)
-    return (images + noise).clamp(0, 255).to(torch.uint8), labels
+    parts = []
+    for count in (train, test):
+        labels = torch.randint(CLASSES, (count,), generator=generator)
+        tiles = torch.randint(CLASSES, (count, GRID, GRID), generator=generator)
+        holds = torch.rand(count, GRID, GRID, generator=generator) < HOLDS
+        first = tiles[:, :1, 0].clone()  # global: the texture of the left half is that of the first tile
+        for column in range(GRID):
+            if relation == "local":
+                wanted = tiles[:, :, max(column - 1, 0)] + labels[:, None] * (column > 0)  # (P, 8)
+            else:
+                wanted = first + labels[:, None] * (column >= GRID // 2)  # (P, 1)
+            tiles[:, :, column] = torch.where(holds[:, :, column], wanted % CLASSES, tiles[:, :, column])
+        downwards = torch.rand(count, 1, 1, generator=generator) < 0.5
+        tiles = torch.where(downwards, tiles.transpose(1, 2), tiles)
+        images = textures[tiles].permute(0, 3, 1, 4, 2, 5).reshape(count, 3, GRID * TILE, GRID * TILE)
+        noise = torch.randint(-20, 21, images.shape, generator=generator)
+        parts += [(images + noise).clamp(0, 255).to(torch.uint8), labels]
+    return tuple(parts)
 
 
 # -- CIFAR ----------------------------------------------------------------------------------------
 
 
-def load_cifar(name, data_dir="data"):
+def load_cifar(name: str, data_dir: str | Path = "data") -> tuple[Tensor, ...]:
     """CIFAR-10, or CIFAR-100 with its fine labels, from data_dir; images (P, 3, 32, 32).
 
-    Read from the folder `cifar-10-batches-bin` (`cifar-100-binary`) if it is there, else from the archive,
-    in place. Training files are all `data_batch*.bin` (`train.bin`) in the order of their names; the test
-    file is `test_batch.bin` (`test.bin`).
+    From the folder `cifar-10-batches-bin` (`cifar-100-binary`) if it is there, else from the archive. Training files
+    are all `data_batch*.bin` (`train.bin`) in the order of their names, the test file `test_batch.bin` (`test.bin`).
     """
-    about, data_dir = CIFAR[name], Path(data_dir)
-    folder, archive = data_dir / about["folder"], data_dir / about["archive"]
-    if folder.is_dir():
-        files = sorted(path for path in folder.iterdir() if path.suffix == ".bin")
-        return _sets(about, {path.name: path.read_bytes for path in files}, folder)
-    if not archive.is_file():
-        raise FileNotFoundError(
-            f"{archive} is missing: put {BASE}{about['archive']} ({about['size']:,} bytes) there, or its extracted "
-            f"folder {about['folder']}, or give --download"
-        )
-    try:
-        check_archive(archive, about)
-        with tarfile.open(archive) as tar:  # members are read in place, nothing is extracted
-            members = sorted((m for m in tar if m.isfile() and m.name.endswith(".bin")), key=lambda m: m.name)
-            return _sets(about, {Path(m.name).name: lambda m=m: tar.extractfile(m).read() for m in members}, archive)
-    except (EOFError, OSError, tarfile.TarError, zlib.error) as error:
-        reason = _first_line(error)
-        raise ValueError(f"{archive}: cannot be read to its end ({reason}); delete it, fetch it again") from None
-
-
-def _sets(about, files, source):
-    """The four tensors of a set, from the names of its files and functions that read them."""
-    names = {"training": [n for n in files if n.startswith("data_batch") or n == "train.bin"],
-             "test": [n for n in files if n in ("test_batch.bin", "test.bin")]}
-    parts = []
-    for kind in names:
-        if not names[kind]:
-            raise ValueError(f"{source}: no {kind} file there (found: {', '.join(files) or 'no .bin file'})")
-        images, labels = zip(*(_records(about, files[n](), f"{source}/{n}") for n in names[kind]))
+    about = CIFAR[name]
+    source, archive = Path(data_dir, about["folder"]), Path(data_dir, about["archive"])
+    if source.is_dir():
+        files = {path.name: path.read_bytes() for path in source.iterdir() if path.suffix == ".bin"}
+    elif archive.is_file():
+        source, files = archive, _read_archive(archive, about)
+    else:
+        raise FileNotFoundError(f"{printable(archive)} is missing: put {BASE}{about['archive']} ({about['size']:,} "
+                                f"bytes) there, or its extracted folder {about['folder']}, or give --download")
+    parts: list[Tensor] = []
+    for kind, starts in (("training", ("data_batch", "train.bin")), ("test", ("test_batch.bin", "test.bin"))):
+        names = sorted(name for name in files if name.startswith(starts))
+        if not names:
+            found = printable(", ".join(files)) or "no .bin file"
+            raise ValueError(f"{printable(source)}: no {kind} file there (found: {found})")
+        images, labels = zip(*(_records(about, files[name], printable(source / name)) for name in names))
         parts += [torch.cat(images), torch.cat(labels)]
     return tuple(parts)
 
 
-def _records(about, data, path):
+def _read_archive(path: Path, about: dict[str, Any]) -> dict[str, bytes]:
+    """The .bin files of an archive, by name. One of the official size has to have the official checksum."""
+    official = path.stat().st_size == about["size"]  # any other is people's own
+    if official and (found := hashlib.sha256(path.read_bytes()).hexdigest()) != about["sha256"]:
+        raise ValueError(f"{printable(path)}: sha256 is {found}, wanted {about['sha256']}; delete it, fetch it again")
+    try:
+        with gzip.open(path) as content, tarfile.open(fileobj=content, mode="r:") as tar:
+            members = (member for member in tar if member.isfile() and member.name.endswith(".bin"))
+            files = {Path(member.name).name: tar.extractfile(member).read() for member in members}  # type: ignore
+            content.read()  # to its end, where gzip's own checksum is
+        return files
+    except (EOFError, OSError, tarfile.TarError, zlib.error) as error:
+        reason = f"cannot be read to its end ({error!r})"
+        raise ValueError(f"{printable(path)}: {reason}; delete it, fetch it again") from None
+
+
+def _records(about: dict[str, Any], data: bytes, path: str) -> tuple[Tensor, Tensor]:
     """Images and labels of one file: records of 1 or 2 label bytes (the last one counts) and 3,072 of image."""
     length = about["label_bytes"] + 3 * 32 * 32
     if not data or len(data) % length:
@@ -131,131 +132,159 @@ def _records(about, data, path):
     return records[:, about["label_bytes"]:].reshape(-1, 3, 32, 32), labels
 
 
-def check_archive(path, about):
-    """Raise ValueError for an archive of the official size but another checksum.
+def printable(path: str | Path) -> str:
+    """A path for a message: characters that cannot be printed, as of a name that is not UTF-8, are escaped."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(path))
 
-    Another size is people's own data: it has to be a whole gzip file, else OSError, EOFError or zlib.error.
+
+# -- folders of JPEGs, and what training asks of them and of tensors alike --------------------------
+
+
+class ImageFolder(Dataset):
+    """The images of folder/<class>/, by class and name: [i] decodes one to (3, size, size) uint8. Labels (P,).
+
+    Raises, naming it, ValueError for a dangling link or a class without an image, OSError for a file that is no image.
     """
-    if path.stat().st_size != about["size"]:
-        with gzip.open(path) as whole:  # its own checksum, which tarfile does not come to
-            while whole.read(2**20):
-                pass
-        return
-    if (found := hashlib.sha256(path.read_bytes()).hexdigest()) != about["sha256"]:
-        raise ValueError(f"{path}: sha256 is {found}, wanted {about['sha256']}; delete it, fetch it again")
+
+    def __init__(self, folder: Path, names: list[str], size: int) -> None:
+        self.folder, self.names, self.size = folder, names, size
+        self.files = [f"{name}/{path.name}" for name in names for path in _visible(folder / name) if path.is_file()]
+        classes = [file.split("/")[0] for file in self.files]
+        if empty := set(names) - set(classes):
+            raise ValueError(f"{printable(folder / min(empty))}: no image in this class folder")
+        self.labels = torch.tensor([names.index(name) for name in classes])
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> Tensor:
+        from PIL import Image, ImageOps
+
+        path, size = self.folder / self.files[index], self.size
+        try:
+            with Image.open(path) as file:
+                file.getexif()  # read now, to be dropped: exif_transpose writes it anew, and fails where it is damaged
+                file.info.pop("exif", None)
+                image = ImageOps.exif_transpose(file)  # upright
+            if image.mode.startswith("I"):  # 16 bits, which `convert` would clip
+                image = Image.fromarray((numpy.asarray(image) / 257).round().clip(0, 255).astype(numpy.uint8))
+            image, scale = image.convert("RGB"), size / min(image.size)
+            width, height = (max(size, round(scale * side)) for side in image.size)
+            left, top = (width - size) // 2, (height - size) // 2
+            image = image.resize((width, height), Image.Resampling.BICUBIC).crop((left, top, left + size, top + size))
+            return torch.from_numpy(numpy.array(image)).permute(2, 0, 1)
+        except Exception as error:  # pillow raises many kinds
+            raise OSError(f"{printable(path)}: not a readable image ({error!r})") from None
 
 
-# -- folders of JPEGs -----------------------------------------------------------------------------
+Images = Tensor | ImageFolder
 
 
-def class_names(folder, classes=100):
-    """The names of the class folders in folder/train, sorted; folder/val must have the same ones.
+def load_folder(folder: Path, size: int = 224, classes: int = 100) -> tuple[ImageFolder, Tensor, ImageFolder, Tensor]:
+    """ImageFolders of folder/train/<class>/ and folder/val/<class>/, and their labels. Needs pillow.
 
-    Raises FileNotFoundError without them, and ValueError, naming a folder, if the two differ or are not
-    as many as `classes`. There are several "ImageNet-100"; `names_hash` tells which one this is.
+    Raises FileNotFoundError without them, ValueError if the classes of the two differ or are not as many as `classes`.
     """
     names = {}
     for part in ("train", "val"):
-        where = Path(folder) / part
+        where = Path(folder, part)
         if not where.is_dir():
-            raise FileNotFoundError(f"{where} is missing: wanted {classes} class folders of JPEGs there")
-        names[part] = sorted(path.name for path in where.iterdir() if path.is_dir())
+            raise FileNotFoundError(f"{printable(where)} is missing: wanted {classes} class folders of JPEGs there")
+        names[part] = [path.name for path in _visible(where) if path.is_dir()]
         if len(names[part]) != classes:
-            raise ValueError(f"{where}: {len(names[part])} class folders, wanted {classes}")
+            raise ValueError(f"{printable(where)}: {len(names[part])} class folders, wanted {classes}")
     for name in sorted(set(names["train"]) ^ set(names["val"])):
-        raise ValueError(f"{folder}: class folder {name} is in one of train and val only")
-    return names["train"]
-
-
-def names_hash(names):
-    """A short name for a list of classes, 12 hexadecimal digits."""
-    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:12]
-
-
-def load_folder(folder, size=224, classes=100):
-    """Images from folder/train/<class>/ and folder/val/<class>/; (P, 3, size, size) each, memory-mapped.
-
-    Decoded once, the shorter side resized to size and the middle cut out, into folder/cache-<size>; if that
-    is interrupted, the next call goes on. A changed list of files is decoded anew. Needs pillow.
-    """
-    folder, parts = Path(folder), []
-    names = class_names(folder, classes)
-    for part in ("train", "val"):
-        files = [path for name in names for path in sorted((folder / part / name).iterdir()) if path.is_file()]
-        for name in sorted(set(names) - {path.parent.name for path in files}):
-            raise ValueError(f"{folder / part / name}: no image in this class folder")
-        labels = torch.tensor([names.index(path.parent.name) for path in files])
-        parts += [torch.from_numpy(_decoded(files, folder / f"cache-{size}" / part, size)), labels]
-    return tuple(parts)
-
-
-def _decoded(files, cache, size):
-    """All images of a list, (P, 3, size, size) uint8: the memory map cache.u8, completed if it is not yet."""
-    lines = [f"{path.parent.name}/{path.name} {path.stat().st_size}" for path in files]
-    listing = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    shape, data, state = (len(files), 3, size, size), cache.with_suffix(".u8"), cache.with_suffix(".json")
+        raise ValueError(f"{printable(folder)}: class folder {printable(name)} is in one of train and val only")
     try:
-        known = json.loads(state.read_text(encoding="utf-8"))
-        whole = known["files"] == listing and data.stat().st_size == numpy.prod(shape)
-        done = known["done"] if whole and type(known["done"]) is int and 0 <= known["done"] <= len(files) else 0
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        done = 0
-    if done < len(files):
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        if not done:
-            state.unlink(missing_ok=True)  # it told of the data that go now
-        array = numpy.memmap(data, dtype=numpy.uint8, mode="r+" if done else "w+", shape=shape)
-        try:
-            for done in tqdm(range(done, len(files)), initial=done, total=len(files), desc=str(cache), disable=None):
-                array[done] = _decode(files[done], size)
-            done = len(files)
-        finally:  # also after Ctrl-C or a broken file: what was decoded stays
-            array.flush()
-            state.write_text(json.dumps({"files": listing, "done": done}), encoding="utf-8")
-    return numpy.memmap(data, dtype=numpy.uint8, mode="c", shape=shape)
-
-
-def _decode(path, size):
-    """(3, size, size) uint8 of an image file of any size and colour."""
-    try:
-        from PIL import Image
+        import PIL.ImageOps  # noqa: F401
     except ImportError:
         raise ValueError("JPEGs need pillow; install it with: pip install 'tinymask[images]'") from None
-    try:
-        with Image.open(path) as image:
-            image = image.convert("RGB")
-            scale = size / min(image.size)
-            width, height = (max(size, round(scale * side)) for side in image.size)
-            left, top = (width - size) // 2, (height - size) // 2
-            image = image.resize((width, height), Image.BICUBIC).crop((left, top, left + size, top + size))
-            return numpy.asarray(image).transpose(2, 0, 1)
-    except Exception as error:  # pillow raises many kinds
-        raise ValueError(f"{path}: not a readable image ({_first_line(error)})") from None
+    train, val = (ImageFolder(Path(folder, part), names[part], size) for part in names)
+    return train, train.labels, val, val.labels
 
 
-def _first_line(error):
-    """What an exception says, as one line that is never empty."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def _visible(folder: Path) -> list[Path]:
+    """What lies in a folder, sorted, without what file managers and editors leave there."""
+    paths = sorted(path for path in folder.iterdir() if not path.name.startswith(".") and path.name != "Thumbs.db")
+    for path in paths:
+        if not path.exists():
+            raise ValueError(f"{printable(path)}: a link to nothing")
+    return paths
 
 
-def fingerprint(data):
-    """A short name for a set, from all labels and about 64 images of each part: 12 hexadecimal digits."""
+def names_hash(names: list[str]) -> str:
+    """12 hexadecimal digits that name a list of classes: there are several "ImageNet-100"."""
+    return hashlib.sha256(os.fsencode("\n".join(names))).hexdigest()[:12]
+
+
+def fingerprint(data: Iterable[Images]) -> str:
+    """12 hexadecimal digits that name a set: from all labels and about 64 images of a tensor, all files of a folder."""
     digest = hashlib.sha256()
     for part in data:
-        digest.update(str(tuple(part.shape)).encode())
-        digest.update((part if part.ndim == 1 else part[:: max(1, len(part) // 64)]).numpy().tobytes())
+        if isinstance(part, ImageFolder):
+            digest.update(b"".join(os.fsencode(f"{f}\0{os.path.getsize(part.folder / f)}\0") for f in part.files))
+        else:
+            digest.update(str(tuple(part.shape)).encode())
+            digest.update((part if part.ndim == 1 else part[:: max(1, len(part) // 64)]).numpy().tobytes())
     return digest.hexdigest()[:12]
+
+
+def training_batches(images: Images, labels: Tensor, size: int, generator: Generator,
+                     first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    """Random images (B, 3, S, S) uint8 and labels (B,), B = size, without end; drawn with replacement.
+
+    Of a tensor, `generator` draws a batch when it is asked for. A folder is decoded ahead by worker processes:
+    there batch k depends on the seed of `generator` and on k alone, and a resumed run goes on with first = k.
+    """
+    while isinstance(images, Tensor):
+        chosen = torch.randint(len(images), (size,), generator=generator)
+        yield images[chosen], labels[chosen]
+    seed, count = generator.initial_seed(), len(images)
+    draws = (numpy.random.default_rng([seed, k]).integers(count, size=size) for k in itertools.count(first))
+    indices, ahead = itertools.tee(draws)
+    for index, batch in zip(indices, _decoded(images, batch_sampler=ahead)):
+        yield batch, labels[index]
+
+
+def in_order(images: Images, labels: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """All images and their labels once, in order, `size` at a time; the last batch may be smaller."""
+    batches = images.split(size) if isinstance(images, Tensor) else _decoded(images, batch_size=size)
+    return zip(batches, labels.split(size))
+
+
+def sample(images: Images, count: int, generator: Generator) -> Tensor:
+    """`count` different images, drawn at random: (count, 3, S, S) uint8. All of them if there are fewer."""
+    return torch.stack([images[i] for i in torch.randperm(len(images), generator=generator)[:count].tolist()])
+
+
+def _decoded(images: ImageFolder, **batching: Any) -> Iterator[Tensor]:
+    """Batches (B, 3, S, S) of a folder, decoded by worker processes; a file that is no image is an OSError."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:  # arrays: tensors take more shared memory than containers have; own generator: torch's would be moved
+        for batch in DataLoader(images, num_workers=min(8, cores), worker_init_fn=_own_session, collate_fn=numpy.stack,
+                                generator=Generator(), **batching):
+            yield torch.from_numpy(batch)
+    except OSError as error:  # torch puts the worker's traceback before the message
+        error.__traceback__ = None  # which would keep the workers alive
+        raise OSError(str(error).strip().split("\n")[-1].removeprefix("OSError: ")) from None
+
+
+def _own_session(worker: int) -> None:
+    """Ctrl-C, and a signal to a whole process group, leave the workers to a run that finishes its step."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(os, "setsid"):
+        os.setsid()
 
 
 # -- augmentation ---------------------------------------------------------------------------------
 
 
-def to_float(images):
+def to_float(images: Tensor) -> Tensor:
     """uint8 (..., S, S) -> float32 in [-1, 1]."""
     return images.float() / 127.5 - 1
 
 
-def flip_and_crop(images, generator, pad=4):
+def flip_and_crop(images: Tensor, generator: Generator, pad: int = 4) -> Tensor:
     """Each image mirrored with probability 1/2, then shifted by up to `pad` pixels, 0 moving in. Same shape."""
     batch, _, side, _ = images.shape
     mirrored = torch.rand(batch, generator=generator).to(images.device) < 0.5
@@ -268,7 +297,7 @@ def flip_and_crop(images, generator, pad=4):
                   columns[:, None, :]].permute(0, 3, 1, 2)
 
 
-def random_erasing(images, generator, probability=0.25):
+def random_erasing(images: Tensor, generator: Generator, probability: float = 0.25) -> Tensor:
     """With this probability a rectangle of 2 to 33 % of an image is set to 0 (arXiv 1708.04896). Same shape."""
     batch, _, side, _ = images.shape
     area, aspect, hit, top, left = torch.rand(5, batch, generator=generator).to(images.device)
@@ -278,30 +307,30 @@ def random_erasing(images, generator, probability=0.25):
     return images.masked_fill((inside & (hit < probability)[:, None, None])[:, None], 0)
 
 
-def _span(start, length, side):
+def _span(start: Tensor, length: Tensor, side: int) -> Tensor:
     """(B, S) bool: `length` pixels of a side, beginning at the fraction `start` of where they can begin."""
     first = (start * (side - length.round() + 1)).floor()[:, None]
     position = torch.arange(side, device=start.device)
     return (position >= first) & (position < first + length.round()[:, None])
 
 
-def soft_labels(labels, classes, smoothing=0.0):
+def soft_labels(labels: Tensor, classes: int, smoothing: float = 0.0) -> Tensor:
     """(B,) -> (B, C): 1 - smoothing on the class, the rest spread over all of them."""
     return F.one_hot(labels, classes) * (1 - smoothing) + smoothing / classes
 
 
-def mixup_or_cutmix(images, targets, generator, mixup=0.8, cutmix=1.0):
-    """Mix each image with another one of the batch, and their soft labels (B, C) by the same share.
+def mixup_or_cutmix(images: Tensor, targets: Tensor, generator: Generator, mixup: float = 0.8,
+                    cutmix: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Mix each image with another one of the batch, and their soft labels (B, C) by the same share. Returns both.
 
-    Half of the batches are blended (mixup, arXiv 1710.09412), with a share from Beta(mixup, mixup), and
-    half get a rectangle of the other image (cutmix, arXiv 1905.04899), with one from Beta(cutmix, cutmix).
-    A strength of 0 leaves that kind out; both 0: nothing is done. Returns images and targets.
+    Half of the batches are blended (mixup, arXiv 1710.09412), with a share from Beta(mixup, mixup), and half get a
+    rectangle of the other image (cutmix, arXiv 1905.04899), with one from Beta(cutmix, cutmix). Strength 0: never.
     """
     kinds = [(kind, strength) for kind, strength in (("mixup", mixup), ("cutmix", cutmix)) if strength > 0]
     if not kinds:
         return images, targets
-    kind, strength = kinds[torch.randint(len(kinds), (1,), generator=generator).item()]
-    seed = torch.randint(2**31, (1,), generator=generator).item()
+    kind, strength = kinds[int(torch.randint(len(kinds), (1,), generator=generator))]
+    seed = int(torch.randint(2**31, (1,), generator=generator))
     share = numpy.random.default_rng(seed).beta(strength, strength)
     order = torch.randperm(len(images), generator=generator).to(images.device)
     if kind == "mixup":

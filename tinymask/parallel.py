@@ -5,14 +5,20 @@ DistributedDataParallel. Without torchrun there is one process, and nothing here
 """
 import datetime
 import os
+import signal
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tinymask import runs
 
+Loaded = TypeVar("Loaded")
 
-def start(name, batch_size):
+
+def start(name: str, batch_size: int) -> tuple[int, int, torch.device]:
     """(rank, processes, device). Under torchrun each process has its share of every batch."""
     if not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys() or os.environ["WORLD_SIZE"] == "1":
         return 0, 1, runs.pick_device(name)
@@ -35,19 +41,21 @@ def start(name, batch_size):
     return dist.get_rank(), world, device
 
 
-def agree(loss):
-    """Under torchrun, after a step: the mean loss of all processes; Ctrl-C in one of them is one in all."""
+def mean_loss(loss: Tensor) -> float:
+    """After a step, the mean loss of all processes. A signal that asked one of them to stop asks all."""
     if not dist.is_initialized():
-        return loss
-    share = loss.detach() / dist.get_world_size()
-    both = torch.stack([share, torch.full_like(share, float(runs.interrupted()))])
-    dist.all_reduce(both)
-    if both[1] > 0 and not runs.interrupted():
-        runs.interrupt()
-    return both[0]
+        return loss.item()
+    asked = runs.stop_requested()
+    flags = [float(asked == signum) for signum in (signal.SIGINT, signal.SIGTERM)]
+    sums = torch.stack([loss.detach() / dist.get_world_size(), *loss.new_tensor(flags)])
+    dist.all_reduce(sums)
+    for signum, count in ((signal.SIGINT, sums[1]), (signal.SIGTERM, sums[2])):
+        if count > 0 and not asked:
+            runs.stop(signum)
+    return sums[0].item()
 
 
-def first_alone(load):
+def first_alone(load: Callable[[], Loaded]) -> Loaded:
     """What load() returns: called in the first process, which may download or decode, and then in the others."""
     if dist.is_initialized() and dist.get_rank() > 0:
         try:

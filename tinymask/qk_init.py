@@ -13,12 +13,21 @@ reads is a sum of token and position, normalised, and further down the output of
 Shapes: B batch, N tokens, D width, H heads, Dh head width. The paper's symbols: its W_Q and W_K, (D, d) for a
 head, are transposed slices of `attention.query.weight` and `attention.key.weight`, its d is Dh, its X is x.
 """
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
+from tinymask.attention import MaskedAttention
 
 
-def position_decoder(x):
+def position_decoder(x: Tensor, ridge: float = 0.0) -> Tensor:
     """Least-squares reader of the position, (B, N, D) -> P (D, N) with x_i P close to e_i.
+
+    ridge: added to the diagonal of X^T X, as a share of its mean. Without it P reads directions in which the inputs
+    hardly vary, with large weights; whatever training moves there is then blown up.
 
     Being least squares, it is blind to the directions in which the content of a token varies, so
     scores built on it depend on position alone: x_i P S P^T x_j = S_ij, whatever the tokens are.
@@ -28,14 +37,25 @@ def position_decoder(x):
     tensor(True)
     """
     position = torch.eye(x.shape[1], dtype=torch.float64, device=x.device).repeat(len(x), 1)
-    return torch.linalg.pinv(x.double().flatten(0, 1), rtol=1e-5) @ position  # (D, B*N) @ (B*N, N)
+    rows = x.double().flatten(0, 1)  # (B*N, D)
+    if ridge == 0:
+        return torch.linalg.pinv(rows, rtol=1e-5) @ position  # (D, B*N) @ (B*N, N)
+    return torch.linalg.solve(_ridged(rows, ridge), rows.T @ position)
 
 
-def svd(attention, x, support, gap=10.0):
+def _ridged(rows: Tensor, ridge: float) -> Tensor:
+    """X^T X with the ridge on its diagonal, (D, D)."""
+    gram = rows.T @ rows
+    return gram + ridge * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+
+
+def svd(attention: MaskedAttention, x: Tensor, support: Tensor, gap: float = 10.0,
+        ridge: float = 0.0) -> None:
     """Closed form: solve for W_Q W_K^T on the positions, then a truncated SVD.
 
     attention: the MaskedAttention to write to. x: (B, N, D), its inputs. support: (N, N) or (H, N, N).
-    gap: difference in logits between open and closed pairs; 10 is what the mask's +10 / -10 makes.
+    gap: difference in logits between open and closed pairs; 10 is what the mask's +10 / -10 makes. ridge: see
+    `position_decoder`.
 
         W_Q W_K^T = sqrt(d) P S P^T,   S = gap * support, its rows centred (softmax ignores the mean)
 
@@ -44,11 +64,11 @@ def svd(attention, x, support, gap=10.0):
     >>> from tinymask import MaskedAttention
     >>> layer, x = MaskedAttention(dim=2, heads=1), torch.eye(2)[None]
     >>> svd(layer, x, torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
-    >>> layer(x, return_attention=True)[1][0, 0].round(decimals=3).abs().tolist()
+    >>> layer.weights(x)[0, 0].round(decimals=3).abs().tolist()
     [[0.0, 1.0], [1.0, 0.0]]
     """
     heads, head_dim = attention.heads, attention.query.out_features // attention.heads
-    decoder = position_decoder(x)  # (D, N)
+    decoder = position_decoder(x, ridge)  # (D, N)
     scores = gap * support.to(decoder).expand(heads, x.shape[1], x.shape[1])
     scores = scores - scores.mean(dim=-1, keepdim=True)
     product = head_dim**0.5 * decoder @ scores @ decoder.T  # (H, D, D)
@@ -57,7 +77,8 @@ def svd(attention, x, support, gap=10.0):
     _write(attention, left[:, :, :head_dim] * scale, right.transpose(1, 2)[:, :, :head_dim] * scale)
 
 
-def opt(attention, x, support, steps=500, lr=0.05):
+def opt(attention: MaskedAttention, x: Tensor, support: Tensor, steps: int = 500, lr: float = 0.05,
+        ridge: float = 0.0) -> None:
     """Gradient descent on the attention map between positions, from the weights that are there.
 
     Arguments as in `svd`. Adam on the cross-entropy between each row of the map and its support, made
@@ -65,7 +86,7 @@ def opt(attention, x, support, steps=500, lr=0.05):
     acts on the inputs through the position decoder, W_Q = P A and W_K = P B. Draws nothing at random.
     """
     heads, tokens = attention.heads, x.shape[1]
-    decoder = position_decoder(x)  # (D, N)
+    decoder = position_decoder(x, ridge)  # (D, N)
     target = support.to(decoder).expand(heads, tokens, tokens)
     target = target + (target.sum(dim=-1, keepdim=True) == 0)  # a row without support: attend to all
     target = target / target.sum(dim=-1, keepdim=True)  # (H, N, N)
@@ -86,7 +107,8 @@ def opt(attention, x, support, steps=500, lr=0.05):
     _write(attention, decoder @ query.detach(), decoder @ key.detach())
 
 
-def mimetic(attention, generator, query_key=0.7, value_out=0.4, sign=-1):
+def mimetic(attention: MaskedAttention, generator: torch.Generator, query_key: float = 0.7, value_out: float = 0.4,
+            sign: int = -1) -> None:
     """What the projections of a trained transformer look like (arXiv 2305.09828), written down at the start.
 
         W_Q W_K^T ~ c Z + c I  for each head,  W_V W_O ~ c Z + sign c I  for all heads together
@@ -98,7 +120,7 @@ def mimetic(attention, generator, query_key=0.7, value_out=0.4, sign=-1):
     heads, dim = attention.heads, attention.query.in_features
     head_dim = attention.query.out_features // heads
 
-    def factors(count, scale, diagonal, rank):
+    def factors(count: int, scale: float, diagonal: float, rank: int) -> tuple[Tensor, Tensor]:
         noise = (2 * torch.rand(count, dim, dim, generator=generator, dtype=torch.float64) - 1) * (3 / dim) ** 0.5
         left, sizes, right = torch.linalg.svd(scale * noise + diagonal * torch.eye(dim))
         root = sizes[:, None, :rank].sqrt()
@@ -115,7 +137,7 @@ def mimetic(attention, generator, query_key=0.7, value_out=0.4, sign=-1):
                 layer.bias.zero_()
 
 
-def impulse(attention, positions, support, norm=7.0):
+def impulse(attention: MaskedAttention, positions: Tensor, support: Tensor, norm: float = 7.0) -> None:
     """A pattern of attention between positions by SVD, as published for vision (arXiv 2505.19985 and its code).
 
     positions: (N, D), the position codes; the layer is taken to read their layer norm and nothing else.
@@ -130,7 +152,7 @@ def impulse(attention, positions, support, norm=7.0):
     _write(attention, left[:, :, :head_dim] * root, right.transpose(1, 2)[:, :, :head_dim] * root)
 
 
-def apply_layerwise(method, model, inputs, supports):
+def apply_layerwise(method: Callable[..., None], model: Any, inputs: Tensor, supports: list[Tensor]) -> None:
     """Set query and key of every layer of a model by `svd` or `opt`, first layer first.
 
     Each layer is solved on what the layers before it, already set, make of inputs: token ids (B, N), or
@@ -148,7 +170,19 @@ def apply_layerwise(method, model, inputs, supports):
     model.train(training)
 
 
-def _write(attention, query, key):
+@torch.no_grad()
+def conditions(model: Any, inputs: Tensor, ridge: float) -> list[float]:
+    """Condition number of what `svd` and `opt` solve with in each layer: the ratio of the extreme eigenvalues."""
+    training, x, found = model.training, model.eval().embed(inputs), []
+    for block in model.transformer.blocks:
+        rows = block.norm1(x).double().flatten(0, 1)
+        found.append(torch.linalg.cond(_ridged(rows, ridge)).item())
+        x = block(x)
+    model.train(training)
+    return found
+
+
+def _write(attention: MaskedAttention, query: Tensor, key: Tensor) -> None:
     """Set W_Q and W_K, given per head as (H, D, Dh), and their biases to zero."""
     with torch.no_grad():
         for layer, weight in ((attention.query, query), (attention.key, key)):

@@ -1,21 +1,30 @@
-"""What a run leaves behind: its result line and its checkpoint.
+"""The bookkeeping of a run: which are left, their steps, what they leave behind.
 
-A result line is strict JSON, appended when the run is complete. A checkpoint holds only tensors, numbers,
-strings, lists and dicts; it is written beside its place and moved there.
+A script writes out its loop; this file says which runs are left (`runs_left`), counts their steps (`steps`), keeps the
+curve (`add_point`) and the result line (`finish`), strict JSON, appended when a run is complete. A checkpoint holds
+only tensors, numbers, strings, lists and dicts; it is written beside its place and moved there.
 """
+import argparse
 import contextlib
+import dataclasses
 import hashlib
 import io
 import json
 import math
 import os
+import pickle
 import re
 import sys
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from tqdm import tqdm
 
 from tinymask import __version__, runs
 from tinymask.persistence import snapshot
@@ -25,26 +34,168 @@ NOT_OF_THE_RUN = ("tasks", "dataset", "inits", "seeds", "first_seed", "out", "re
                   "data_dir", "download", "eval_only", "sample", "prompt", "temperature", "top_k", "data")
 MASSES = ("support_mass_init", "support_mass_final")
 PATHS = ("out", "data_dir", "data", "eval_only")  # not in a result line
+SAVE_EVERY = 500  # steps
+
+
+@dataclasses.dataclass
+class Run:
+    """One run: what it is, and how far it has come."""
+
+    script: str
+    task: str
+    init: str
+    seed: int
+    args: argparse.Namespace
+    out: Path
+    device: torch.device
+    rank: int = 0  # of this process, under torchrun
+    step: int = 0
+    curve: list = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+    loss: float = math.nan  # of the last step
+    diverged: bool = False
+    state: dict = dataclasses.field(default_factory=dict)  # model, optimiser, generator of batches
+    bar: Any = None
+
+    @property
+    def name(self) -> str:
+        """How a run is called in print."""
+        part = f" {100 * self.args.fraction:g}%" if "fraction" in self.args else ""
+        return f"{self.task}{part} {self.init} seed {self.seed}"
+
+    @property
+    def checkpoint(self) -> Path:
+        """Its file."""
+        return self.out / "checkpoints" / f"{run_key(vars(self.args), self.task, self.init, self.seed)}.pt"
+
+
+# -- the loop's bookkeeping -------------------------------------------------------------------
+
+
+def wanted(script: str, args_of: Iterable[tuple[str, argparse.Namespace]], out: Path, device: torch.device,
+           rank: int = 0) -> list[Run]:
+    """The runs that a command line asks for, in order. args_of: the flags of each task."""
+    return [Run(script, task, init, seed, args, out, device, rank) for task, args in args_of
+            for init in args.inits for seed in range(args.first_seed, args.first_seed + args.seeds)]
+
+
+def runs_left(wanted: list[Run], results: list[dict], measured: Iterable[str], plotted: Iterable[str]) -> Iterator[Run]:
+    """Those of the wanted runs that are to be made, in order; with --resume, result lines of the others go to results.
+
+    measured, plotted: see `read_results`.
+    """
+    one, processes = wanted[0], dist.get_world_size() if dist.is_initialized() else 1
+    finished = read_results(one.out, measured, plotted) if one.args.resume else {}
+    if one.rank == 0:
+        print(f"device {one.device}, {processes} process(es), {torch.get_num_threads()} threads, "
+              f"torch {torch.__version__}, results in {one.out}")
+    for run in wanted:
+        if run.checkpoint.stem in finished:
+            results.append(finished[run.checkpoint.stem])
+        else:
+            yield run
+
+
+def take_up(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batches: torch.Generator) -> None:
+    """Let a run be saved from here on; with --resume, put it back where its checkpoint left it, bit for bit."""
+    run.state = {"model": model, "optimizer": optimizer, "batches": batches}
+    if not run.args.resume or not run.checkpoint.exists():
+        return
+    try:
+        saved = load(run.checkpoint)
+        if difference := differing(saved, description(run)):
+            raise ValueError(difference)
+        if "optimizer" not in saved:  # a finished run whose result line is gone
+            return
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        batches.set_state(saved["batches"])
+        run.step, run.curve, run.seconds = saved["step"], saved["curve"], saved["seconds"]
+    except Exception as error:  # zip, pickle, I/O and shape errors alike
+        runs.fail(f"{run.checkpoint}: not a checkpoint of this run ({runs.first_line(error)}); delete it to start "
+                  "the run anew")
+
+
+def steps(run: Run) -> Iterator[int]:
+    """The numbers of the steps that a run has yet to take; it ends early where run.loss is no finite number.
+
+    Between two steps it saves, now and then and when a signal asks to stop; it then leaves with status 128 + signal.
+    """
+    run.bar = tqdm(total=run.args.steps, initial=run.step, desc=run.name, disable=None if run.rank == 0 else True,
+                   leave=False)
+    start = time.perf_counter() - run.seconds
+    while run.step < run.args.steps and not run.diverged:
+        yield run.step + 1
+        run.step += 1
+        run.bar.update()
+        run.diverged = run.diverged or not math.isfinite(run.loss)
+        run.seconds = time.perf_counter() - start
+        if not run.diverged and (runs.stop_requested() or run.step % SAVE_EVERY == 0):
+            _save_and_perhaps_leave(run)
+    run.bar.close()
+
+
+def evaluation_due(step: int, steps: int, points: int) -> bool:
+    """Whether a curve of at most so many points has one after this step; the last step has one."""
+    return step * points // steps > (step - 1) * points // steps
+
+
+def add_point(run: Run, point: dict, error: str, line: str) -> None:
+    """One evaluation on the curve, and in print: line is a format of the point. A run whose `error` is not finite has
+    diverged."""
+    run.curve.append({"step": run.step + 1, **point})
+    run.diverged = run.diverged or not math.isfinite(point[error])
+    if run.rank == 0:
+        text = f"step {run.step + 1}: {line.format(**point)}"
+        if run.bar.disable or not sys.stdout.isatty():
+            print(f"{run.name} {text}", flush=True)
+        run.bar.set_postfix_str(text)
+
+
+def finish(run: Run, metrics: dict, params: dict, **saved: Any) -> dict:
+    """Save the model of a run (saved: what else its checkpoint is to hold), append its result line and return it."""
+    if run.rank > 0:
+        return {"task": run.task, "init": run.init, "metrics": metrics, "diverged": run.diverged}
+    save(run.checkpoint, {"model": run.state["model"].state_dict(), "step": run.step, "run": description(run), **saved})
+    result = strict({
+        "script": run.script, "task": run.task, "init": run.init, "seed": run.seed,
+        "config": {name: value for name, value in vars(run.args).items() if name not in PATHS},
+        "metrics": metrics, "curve": run.curve, "steps": run.step, "seconds": run.seconds, "params": params,
+        "diverged": run.diverged, **machine(run.device), "complete": True})
+    append_line(run.out / "results.jsonl", json.dumps(result, allow_nan=False))
+    if run.diverged:
+        print(f"{run.name}: diverged at step {run.step}")
+    return result
 
 
 # -- result lines -----------------------------------------------------------------------------
 
 
-def run_key(config, *names):
+def of_the_run(config: dict) -> dict:
+    """Those of the flags that make a run what it is."""
+    return {name: value for name, value in config.items() if name not in NOT_OF_THE_RUN}
+
+
+def same_settings(args: argparse.Namespace, preset: argparse.Namespace) -> bool:
+    """Whether a run has the settings of a preset, whatever the precision and the data's fingerprint."""
+    wanted = of_the_run(vars(preset))
+    return all(vars(args)[name] == value for name, value in wanted.items() if name != "bf16")
+
+
+def run_key(config: dict, *names: object) -> str:
     """File name for one run: the names and a hash of the flags that make the run what it is."""
-    of_the_run = {name: value for name, value in config.items() if name not in NOT_OF_THE_RUN}
-    text = json.dumps(of_the_run, sort_keys=True)
+    text = json.dumps(of_the_run(config), sort_keys=True)
     return "-".join(short(str(name)) for name in names) + "-" + hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
-def short(name):
+def short(name: str) -> str:
     """A name that is safe in a file name: one that is too long, or no text, is cut and has a hash at its end."""
     data = os.fsencode(name)
     text = data[:60].decode(errors="ignore")
     return text if text == name else f"{text}-{hashlib.sha256(data).hexdigest()[:8]}"
 
 
-def strict(value):
+def strict(value: Any) -> Any:
     """The same with every NaN and infinity as None, for JSON has none of them."""
     if isinstance(value, dict):
         return {key: strict(item) for key, item in value.items()}
@@ -53,19 +204,20 @@ def strict(value):
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def peak_rss_mb():
+def peak_rss_mb() -> float | None:
     """The most memory that this process has had, in MB; None on Windows."""
     with contextlib.suppress(OSError, TypeError):  # Linux: getrusage would count what started this process, too
         status = Path("/proc/self/status").read_text("utf-8", "replace")
-        return round(int(re.search(r"VmHWM:\s+(\d+)", status)[1]) / 2**10, 1)
+        return round(int(re.search(r"VmHWM:\s+(\d+)", status)[1]) / 2**10, 1)  # type: ignore[index]
     with contextlib.suppress(ImportError):
         import resource
 
         unit = 2**20 if sys.platform == "darwin" else 2**10
         return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit, 1)
+    return None
 
 
-def machine(device):
+def machine(device: torch.device) -> dict:
     """The fields of a result line that tell what it was measured on."""
     python = ".".join(map(str, sys.version_info[:3]))
     versions = {"python": python, "torch": torch.__version__, "numpy": numpy.__version__, "tinymask": __version__}
@@ -73,34 +225,19 @@ def machine(device):
             "device": str(device)}
 
 
-def record(folder, args, script, task, init, seed, *, device, **fields):
-    """Make the result line of a finished run and append it to folder/results.jsonl. Returns it."""
-    config = {name: value for name, value in vars(args).items() if name not in PATHS}
-    result = strict({"script": script, "task": task, "init": init, "seed": seed, "config": config, **fields,
-                     **machine(device), "complete": True})
-    append_line(folder / "results.jsonl", json.dumps(result, allow_nan=False))
-    return result
-
-
-def append_line(path, line):
-    """Append a line in one write; on a full disk the file is left as it was, and the exit status is 1."""
+def append_line(path: Path, line: str) -> None:
+    """Append a line in one write; an earlier one that was cut short is ended first. Full disk: exit status 1."""
     try:
         with open(path, "a+b", buffering=0) as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - 1))
-            cut = size > 0 and file.read(1) != b"\n"  # an earlier write was cut short: start a new line
-            data = b"\n" * cut + line.encode() + b"\n"
-            try:
-                if file.write(data) != len(data):
-                    raise OSError("disk full")
-            except OSError:
-                os.ftruncate(file.fileno(), size)
-                raise
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+            data = b"\n" * (file.read(1) not in (b"", b"\n")) + line.encode() + b"\n"
+            if file.write(data) != len(data):
+                raise OSError("disk full")
     except OSError as error:
         runs.fail(f"{path}: {error.strerror or error}; this run was not recorded", status=1)
 
 
-def read_results(folder, measured, plotted):
+def read_results(folder: Path, measured: Iterable[str], plotted: Iterable[str]) -> dict[str, dict]:
     """Result lines of folder/results.jsonl by `run_key`, the newest of each; broken lines are passed over.
 
     measured, plotted: names that the metrics and the points of the curve must have, for tables and figures
@@ -108,34 +245,47 @@ def read_results(folder, measured, plotted):
     """
     results, path = {}, folder / "results.jsonl"
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
+        text = path.read_text(encoding="utf-8-sig", errors="replace") if path.exists() else ""
     except OSError as error:
         runs.fail(f"{path}: {error.strerror or error}")
-    for line in lines:
+    for line in text.split("\n"):
         try:
             result = json.loads(line)
             metrics, curve = result["metrics"], result["curve"]
-            if not (result["complete"] and result["diverged"] in (True, False) and isinstance(curve, list)
+            if (result["complete"] is True and result["diverged"] in (True, False) and isinstance(curve, list)
                     and all(_is_measure(name, metrics[name]) for name in measured)
                     and all(_is_measure(name, point[name]) for point in curve for name in ("step", *plotted))):
-                continue
-            results[run_key(result["config"], result["task"], result["init"], result["seed"])] = result
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                results[run_key(result["config"], result["task"], result["init"], result["seed"])] = result
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             continue
     return results
 
 
-def _is_measure(name, value):
+def _is_measure(name: str, value: Any) -> bool:
     """Whether a value is a number, or None where there was NaN; of support masses, a list of them, one a layer."""
     values = value if name.startswith("support_mass") else [value]
     return isinstance(values, list) and len(values) > 0 and all(
-        number is None or isinstance(number, (int, float)) and abs(number) < 1e300 for number in values)
+        entry is None or isinstance(entry, (int, float)) and math.isfinite(float(entry)) for entry in values)
 
 
 # -- checkpoints ------------------------------------------------------------------------------
 
 
-def save(path, state):
+def description(run: Run) -> dict:
+    """What a checkpoint says of its run."""
+    return {"script": run.script, "task": run.task, "init": run.init, "seed": run.seed} | of_the_run(vars(run.args))
+
+
+def differing(saved: Any, wanted: dict) -> str:
+    """The fields in which a checkpoint's own description differs from the one wanted, by name; '' if in none."""
+    found = saved.get("run") if isinstance(saved, dict) else None
+    if not isinstance(found, dict) or "model" not in saved:
+        raise ValueError("it does not say of which run it is")
+    return "; ".join(f"{name} is {found.get(name)} there, {value} here" for name, value in wanted.items()
+                     if found.get(name) != value)
+
+
+def save(path: Path, state: dict) -> None:
     """torch.save through a temporary file, so that a crash or a full disk leaves the old file whole."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -152,64 +302,49 @@ def save(path, state):
         runs.fail(f"{path}: could not be saved ({runs.first_line(error)}){older}", status=1)
 
 
-def load(path):
-    """A checkpoint, on the CPU; it holds only tensors, numbers, strings, lists and dicts."""
-    return torch.load(path, weights_only=True, map_location="cpu")
+def _save_and_perhaps_leave(run: Run) -> None:
+    """Under torchrun all processes call it, and the first one saves."""
+    if run.rank == 0:
+        model, optimizer, batches = run.state.values()
+        save(run.checkpoint, {"model": model.state_dict(), "optimizer": optimizer.state_dict(),
+                              "batches": batches.get_state(), "step": run.step, "curve": run.curve,
+                              "seconds": run.seconds, "run": description(run)})
+    if signum := runs.stop_requested():
+        if dist.is_initialized():
+            dist.barrier()  # nobody leaves before it is saved
+        run.bar.close()
+        if run.rank == 0:
+            print(f"stopped at step {run.step}; --resume goes on from here", file=sys.stderr)
+        raise SystemExit(128 + signum)
 
 
-def restore(path, model, run=None, flag=""):
-    """Load the weights of a finished run; leaves with one line if they are not there.
+def load(path: Path) -> Any:
+    """A checkpoint, on the CPU; it holds only tensors, numbers, strings, lists and dicts. ValueError for others."""
+    try:
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except pickle.UnpicklingError:  # torch would advise to load it unsafely
+        raise ValueError("it holds more than tensors, numbers, strings, lists and dicts") from None
 
-    run: what the checkpoint's own "run", if it has one, has to say (the init, the heads, ...). flag: what
-    named the file.
+
+def restore(path: Path, model: nn.Module, wanted: dict, flag: str = "") -> None:
+    """Load the weights of a finished run; leaves with one line if they are not there, or of another run.
+
+    wanted: what the checkpoint's description has to say (the init, the heads, ...). flag: what named the file.
     """
     try:
-        state = load(path)
-        for name, wanted in (run or {}).items():
-            if (found := state.get("run", {}).get(name, wanted)) != wanted:
-                raise ValueError(f"{name} is {found} there, {wanted} here")
-        model.load_state_dict(state["model"])
+        saved = load(path)
+        if difference := differing(saved, wanted):
+            raise ValueError(difference)
+        model.load_state_dict(saved["model"])
     except Exception as error:  # missing, zip, pickle and shape errors alike
         runs.fail(f"{flag} {path}: not a checkpoint of this run ({runs.first_line(error).rstrip(':')})".strip())
 
 
-def start_and_end(path, model, inputs):
-    """What a new model attends to, and the same with the weights of the finished run at `path`, for figures.
+def start_and_end(run: Run, model: nn.Module, inputs: Tensor) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """What a new model attends to, and the same with the weights of the finished run, for figures.
 
     Two pairs (attention, openness): lists of (B, H, N, N) and of sigmoid(M), (N, N) or (H, N, N), one a layer.
     """
     start = snapshot(model, inputs)
-    restore(path, model)
-    return [(maps, [logits.sigmoid() for logits in masks]) for maps, masks in (start, snapshot(model, inputs))]
-
-
-def checkpoint(path, model, optimizer, batches, step, curve, seconds, rank=0):
-    """Save all that `resume` needs to go on bit for bit. After Ctrl-C it then leaves, with status 130.
-
-    Under torchrun all processes call it, and the first one saves.
-    """
-    if rank == 0:
-        save(path, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "batches": batches.get_state(),
-                    "step": step, "curve": curve, "seconds": seconds})
-    if runs.interrupted():
-        if dist.is_initialized():
-            dist.barrier()  # nobody leaves before it is saved
-        if rank == 0:
-            print(f"stopped at step {step}; --resume goes on from here", file=sys.stderr)
-        raise SystemExit(130)
-
-
-def resume(path, model, optimizer, batches):
-    """Put a run back where its checkpoint left it. Returns (step, curve, seconds); zeros without a checkpoint."""
-    if not path.exists():
-        return 0, [], 0.0
-    try:
-        state = load(path)
-        if "model" in state and "optimizer" not in state:  # a finished run whose result line is gone
-            return 0, [], 0.0
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        batches.set_state(state["batches"])
-        return state["step"], state["curve"], state["seconds"]
-    except Exception as error:  # zip, pickle, I/O and shape errors alike
-        runs.fail(f"{path}: not a checkpoint of this run ({runs.first_line(error)}); delete it to start the run anew")
+    restore(run.checkpoint, model, description(run))
+    return [(maps, [logits.sigmoid() for logits in masks]) for maps, masks, _ in (start, snapshot(model, inputs))]

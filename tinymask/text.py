@@ -9,16 +9,23 @@ ValueError; both are one line. A tokeniser is a plain dictionary, so that a chec
     {"kind": "word", "types": [...]}              other text: words, signs and newlines; <unk> for rare ones
     {"kind": "gpt2"}                              byte pairs of GPT-2, by the extra `gpt2` (tiktoken)
 
+Line ends are \\n throughout: CR LF and a lone CR become one as a text is read, and bytes are counted after that.
 Shapes: B batch, N tokens of a block, T tokens of a text.
 """
 import collections
+import functools
 import io
 import re
+import sys
+import unicodedata
 import zipfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 # addresses and sha256 of the official files. WikiText-2: the author's own host; the old one is gone
 WIKITEXT = {
@@ -41,7 +48,7 @@ UNKNOWN, END = "<unk>", "<eos>"
 # -- sets: train, validation and test text --------------------------------------------------------
 
 
-def builtin():
+def builtin() -> tuple[str, str, str]:
     """The language reference that comes with Python (pydoc_data.topics), cut by `cut`.
 
     It differs between Python versions: a result should say which, or the hash of the text.
@@ -51,18 +58,18 @@ def builtin():
     return cut("\n".join(topics[name] for name in sorted(topics)))
 
 
-def load_file(path, max_bytes=None):
+def load_file(path: str | Path, max_bytes: int | None = None) -> tuple[str, str, str]:
     """Any UTF-8 text file, or its first max_bytes, cut by `cut`."""
     return cut(read(Path(path), max_bytes))
 
 
-def cut(text):
+def cut(text: str) -> tuple[str, str, str]:
     """The first 90 % of the characters for training, 5 % each for validation and test."""
     first, second = len(text) * 90 // 100, len(text) * 95 // 100
     return text[:first], text[first:second], text[second:]
 
 
-def read(path, limit=None):
+def read(path: Path, limit: int | None = None) -> str:
     """A UTF-8 file, or as much of its first `limit` bytes as makes whole characters."""
     try:
         with open(path, "rb") as file:
@@ -74,17 +81,18 @@ def read(path, limit=None):
     return _decode(data, path, whole=limit is None or len(data) < limit)
 
 
-def _decode(data, path, whole=True):
-    """Bytes as UTF-8. A character that is cut off at the end is dropped unless the file is whole."""
+def _decode(data: bytes, path: object, whole: bool = True) -> str:
+    """Bytes as UTF-8, lines ended by \\n. A character cut off at the end is dropped unless the file is whole."""
     try:
-        return data.decode().removeprefix("\ufeff")  # not utf-8-sig: its errors count from behind the mark
+        text = data.decode().removeprefix("\ufeff")  # not utf-8-sig: its errors count from behind the mark
+        return text.replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         if not whole and len(data) - error.start < 4 and error.reason == "unexpected end of data":
-            return data[: error.start].decode().removeprefix("\ufeff")
+            return _decode(data[: error.start], path)
         raise ValueError(f"{path}: not UTF-8 at byte {error.start:,} ({error.reason})") from None
 
 
-def load_wikitext(name, data_dir="data"):
+def load_wikitext(name: str, data_dir: str | Path = "data") -> tuple[str, ...]:
     """WikiText-2 from its folder or its zip: the files wiki.train, wiki.valid and wiki.test."""
     about, data_dir = WIKITEXT[name], Path(data_dir)
     names = [f"wiki.{part}.{about['ending']}" for part in ("train", "valid", "test")]
@@ -101,7 +109,7 @@ def load_wikitext(name, data_dir="data"):
         raise ValueError(f"{archive}: not a whole archive ({error}); delete it, fetch it again") from None
 
 
-def load_stories(data_dir="data", max_bytes=12_000_000):
+def load_stories(data_dir: str | Path = "data", max_bytes: int = 12_000_000) -> tuple[str, str, str]:
     """TinyStories: the first max_bytes of the training file, and as much of the other, halved for validation and test.
 
     Only whole stories are taken: a text that was cut ends with its last separator. (The paper tests on the
@@ -124,7 +132,14 @@ def load_stories(data_dir="data", max_bytes=12_000_000):
 # -- tokenisers -----------------------------------------------------------------------------------
 
 
-def pieces(kind, text):
+@functools.cache
+def _word_pattern() -> re.Pattern:
+    """Words with their combining marks, which `\\w` leaves out, and joiners; the two names that texts have; signs."""
+    marks = "".join(c for c in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(c) in ("Mn", "Mc"))
+    return re.compile(rf"<unk>|<\|endoftext\|>|[\w{marks}\u200c\u200d]+|[^\w\s]|\n")
+
+
+def pieces(kind: str, text: str) -> list[str]:
     """The words of a text, as a tokeniser of this kind sees them.
 
     >>> pieces("lines", " a <unk> \\n\\n")
@@ -134,10 +149,10 @@ def pieces(kind, text):
     """
     if kind == "lines":
         return [word for line in io.StringIO(text) for word in [*line.split(), END]]
-    return re.findall(r"\w+|[^\w\s]|\n", text)
+    return _word_pattern().findall(text)
 
 
-def make_tokeniser(kind, text, size=10_000):
+def make_tokeniser(kind: str, text: str, size: int = 10_000) -> dict:
     """A tokeniser of this kind, its words the types of a training text: all ("lines"), or the `size` most frequent.
 
     Raises ValueError for another kind than byte, lines, word and gpt2.
@@ -151,14 +166,14 @@ def make_tokeniser(kind, text, size=10_000):
     return {"kind": kind, "types": types if UNKNOWN in types else [UNKNOWN, *types]}
 
 
-def vocabulary_size(tokeniser):
+def vocabulary_size(tokeniser: dict) -> int:
     """How many tokens there are."""
     if tokeniser["kind"] == "byte":
         return 256
     return _gpt2().n_vocab if tokeniser["kind"] == "gpt2" else len(tokeniser["types"])
 
 
-def encode(tokeniser, text):
+def encode(tokeniser: dict, text: str) -> Tensor:
     """Token ids of a text, (T,) int64. Words that the tokeniser does not have become <unk>."""
     kind = tokeniser["kind"]
     if kind == "byte":
@@ -169,7 +184,7 @@ def encode(tokeniser, text):
     return torch.tensor([number.get(word, number[UNKNOWN]) for word in pieces(kind, text)], dtype=torch.long)
 
 
-def decode(tokeniser, ids):
+def decode(tokeniser: dict, ids: Tensor) -> str:
     """The text of token ids (T,), words joined by spaces, broken bytes replaced."""
     kind = tokeniser["kind"]
     if kind == "byte":
@@ -179,7 +194,7 @@ def decode(tokeniser, ids):
     return " ".join(tokeniser["types"][index] for index in ids.tolist())
 
 
-def _gpt2():
+def _gpt2() -> Any:
     """GPT-2's byte pair encoding; tiktoken fetches its vocabulary at the first use."""
     try:
         import tiktoken
@@ -195,7 +210,7 @@ def _gpt2():
 # -- batches --------------------------------------------------------------------------------------
 
 
-def batch(ids, block, size, generator):
+def batch(ids: Tensor, block: int, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Random windows of a text: inputs and targets, the inputs shifted by one, (B, N) each.
 
     Every start is as likely, the first and the last included. Raises ValueError for a text that is shorter
@@ -208,11 +223,16 @@ def batch(ids, block, size, generator):
     return window[:, :-1], window[:, 1:]
 
 
-def blocks(ids, block):
-    """A text in order, cut into blocks: yields (inputs, targets), (1, N) each, the last ones shorter.
+def blocks(ids: Tensor, block: int, size: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+    """A text in order, cut into blocks, `size` of them at a time: yields (inputs, targets), (B, N) each, B <= size.
 
-    Every token but the first is a target once: the perplexity of a whole text does not depend on batches.
+    What is left over comes last, alone and shorter, (1, n). Every token but the first is a target once: the perplexity
+    of a whole text does not depend on batches. Nothing is made before it is asked for.
     """
-    for start in range(0, len(ids) - 1, block):
-        window = ids[start: start + block + 1]
-        yield window[None, :-1], window[None, 1:]
+    whole = max(0, len(ids) - 1) // block
+    for first in range(0, whole, size):
+        start = block * torch.arange(first, min(first + size, whole))[:, None]
+        window = ids[start + torch.arange(block + 1)]  # (B, N + 1)
+        yield window[:, :-1], window[:, 1:]
+    if len(rest := ids[whole * block:]) > 1:
+        yield rest[None, :-1], rest[None, 1:]

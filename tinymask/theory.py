@@ -15,9 +15,10 @@ with k_j = k[j], m (N,), p (N,), logits z (N,); L is a loss, g = dL/dp (N,).
 """
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 
-def attention_row(q, k, m):
+def attention_row(q: Tensor, k: Tensor, m: Tensor) -> Tensor:
     """p = softmax(q . k_j / sqrt(d) + log sigmoid(m_j)). (d,), (N, d), (N,) -> (N,).
 
     >>> attention_row(torch.zeros(1), torch.zeros(2, 1), torch.tensor([0.0, 0.0])).tolist()
@@ -26,7 +27,7 @@ def attention_row(q, k, m):
     return (k @ q / k.shape[-1] ** 0.5 + F.logsigmoid(m)).softmax(dim=-1)
 
 
-def dp_dz(p):
+def dp_dz(p: Tensor) -> Tensor:
     """Softmax Jacobian p_i (delta_ij - p_j), (N,) -> (N, N).
 
     >>> dp_dz(torch.tensor([0.5, 0.5])).tolist()
@@ -35,7 +36,7 @@ def dp_dz(p):
     return p.diag() - torch.outer(p, p)
 
 
-def dp_dq(q, k, m):
+def dp_dq(q: Tensor, k: Tensor, m: Tensor) -> Tensor:
     """Theorem 1, eq. 2: p_i (k_i - sum_l p_l k_l) / sqrt(d). Returns (N, d).
 
     >>> dp_dq(torch.zeros(1), torch.tensor([[1.0], [-1.0]]), torch.zeros(2)).tolist()  # the mean key is 0
@@ -45,7 +46,7 @@ def dp_dq(q, k, m):
     return p[:, None] * (k - p @ k) / k.shape[-1] ** 0.5
 
 
-def dp_dk(q, k, m):
+def dp_dk(q: Tensor, k: Tensor, m: Tensor) -> Tensor:
     """Theorem 1, eq. 3: p_i (delta_ij - p_j) q / sqrt(d). Returns (N, N, d): [i, j] is dp_i / dk_j.
 
     >>> dp_dk(torch.tensor([2.0]), torch.zeros(2, 1), torch.zeros(2))[0].tolist()  # 1/2 (1 - 1/2) 2, then its opposite
@@ -55,7 +56,7 @@ def dp_dk(q, k, m):
     return dp_dz(p)[:, :, None] * q / k.shape[-1] ** 0.5
 
 
-def dp_dm(q, k, m):
+def dp_dm(q: Tensor, k: Tensor, m: Tensor) -> Tensor:
     """Theorem 1, eq. 4: p_i (delta_ij - p_j) sigmoid(-m_j). Returns (N, N): [i, j] is dp_i / dm_j.
 
     >>> dp_dm(torch.zeros(1), torch.zeros(2, 1), torch.zeros(2)).tolist()  # 1/2 (1 - 1/2) 1/2
@@ -64,12 +65,12 @@ def dp_dm(q, k, m):
     return dp_dz(attention_row(q, k, m)) * torch.sigmoid(-m)
 
 
-def bounds(q, k, m):
+def bounds(q: Tensor, k: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Corollary 1: upper bounds on the norms of the three derivatives, each (N,) over i or (N, N).
 
     Returns (dq, dk, dm): |dp_i/dq| <= 2 p_i max|k| / sqrt(d), |dp_i/dk_j| <= p_i |q| / sqrt(d), and
-    |dp_i/dm_j| <= p_i sigmoid(-m_j), itself at most p_i. The last one is what the claim rests on; the
-    derivative is |delta_ij - p_j| times it, so it is reached only in a limit: p_j -> 0 for i = j, 1 else.
+    |dp_i/dm_j| = p_i |delta_ij - p_j| sigmoid(-m_j) <= p_i sigmoid(-m_j) <= p_i. The last one is what the claim
+    rests on, and is reached only in a limit: p_j -> 0 for i = j, 1 else.
 
     >>> [bound.tolist() for bound in bounds(torch.tensor([2.0]), torch.ones(2, 1), torch.zeros(2))]
     [[1.0, 1.0], [1.0, 1.0], [[0.25, 0.25], [0.25, 0.25]]]
@@ -82,7 +83,7 @@ def bounds(q, k, m):
     )
 
 
-def dloss_dm(q, k, m, g):
+def dloss_dm(q: Tensor, k: Tensor, m: Tensor, g: Tensor) -> Tensor:
     """Gradient of a loss on the mask, with g = dL/dp (N,): sigmoid(-m_j) p_j (g_j - sum_i p_i g_i).
 
     The bracket is at most max g - min g, so |dL/dm_j| <= sigmoid(-m_j) p_j (max g - min g). Returns (N,).
@@ -94,7 +95,7 @@ def dloss_dm(q, k, m, g):
     return torch.sigmoid(-m) * p * (g - p @ g)
 
 
-def hadamard_map(a, m):
+def hadamard_map(a: Tensor, m: Tensor) -> Tensor:
     """The multiplicative alternative of App. B: sigmoid(M) o softmax(A), whose rows no longer sum to 1.
 
     Proposition 1: |softmax(A)|_F >= 1 for any square A, masked or not, while this map can vanish; and

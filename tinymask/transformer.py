@@ -11,19 +11,22 @@ Initialisation, all of it, by `init_weights` from one explicit generator (`tests
     | weight of linear layers, patches   | uniform on +-1/sqrt(inputs of the layer)        |
     | bias of linear layers, patches     | 0                                               |
     | layer norm                         | scale 1, shift 0                                |
-    | mask M                             | none here: a prior sets it (`mask_priors`)      |
+    | mask M                             | none here: a prior sets it (`inits`)            |
 
 Shapes: B batch, N tokens, D width (`dim`), H heads, V vocabulary, S side of an image. The paper's symbols: its
-X is `x`, (B, N, D), its M a block's `attention.mask`, its d `head_dim`. Every model returns its output, and
-with return_attention also a list, one per layer, of attention weights (B, H, N, N).
+X is `x`, (B, N, D), its M a block's `attention.mask`, its d `head_dim`. What the layers attend to is had by
+`persistence.attention_maps(model, inputs)`.
 """
+from typing import Any
+
 import torch
 import torch.nn as nn
+from torch import Tensor
 
-from tinymask.attention import MaskedAttention
+from tinymask.attention import MaskedAttention, masks
 
 
-def drop_branch(x, probability, training):
+def drop_branch(x: Tensor, probability: float, training: bool) -> Tensor:
     """A residual branch left out for whole examples, and scaled up for the others (arXiv 1603.09382). (B, N, D)."""
     if not training or probability == 0:
         return x
@@ -32,9 +35,10 @@ def drop_branch(x, probability, training):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block, (B, N, D) -> (B, N, D)."""
+    """Pre-norm transformer block, (B, N, D) -> (B, N, D). Arguments as in `Transformer`."""
 
-    def __init__(self, dim, heads, head_dim=None, mlp_dim=None, causal=False, bias=True, drop_path=0.0, dropout=0.0):
+    def __init__(self, *, dim: int, heads: int, head_dim: int | None = None, mlp_dim: int | None = None,
+                 causal: bool = False, bias: bool = True, drop_path: float = 0.0, dropout: float = 0.0):
         super().__init__()
         mlp_dim, self.drop_path = mlp_dim or 4 * dim, drop_path
         self.dropout = nn.Dropout(dropout)
@@ -43,11 +47,9 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(dim)
         self.mlp = nn.Sequential(nn.Linear(dim, mlp_dim), nn.GELU(), nn.Linear(mlp_dim, dim))
 
-    def forward(self, x, return_attention=False):
-        mixed, attention = self.attention(self.norm1(x), return_attention=True)
-        x = x + drop_branch(self.dropout(mixed), self.drop_path, self.training)
-        x = x + drop_branch(self.dropout(self.mlp(self.norm2(x))), self.drop_path, self.training)
-        return (x, attention) if return_attention else x
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + drop_branch(self.dropout(self.attention(self.norm1(x))), self.drop_path, self.training)
+        return x + drop_branch(self.dropout(self.mlp(self.norm2(x))), self.drop_path, self.training)
 
 
 class Transformer(nn.Module):
@@ -58,33 +60,32 @@ class Transformer(nn.Module):
     dropout: of single numbers in every branch.
     """
 
-    def __init__(self, dim, depth, heads, head_dim=None, mlp_dim=None, causal=False, bias=True,
-                 drop_path=0.0, dropout=0.0):
+    def __init__(self, *, dim: int, depth: int, heads: int, head_dim: int | None = None, mlp_dim: int | None = None,
+                 causal: bool = False, bias: bool = True, drop_path: float = 0.0, dropout: float = 0.0):
         super().__init__()
-        rates = torch.linspace(0, drop_path, depth).tolist()
-        self.blocks = nn.ModuleList(Block(dim, heads, head_dim, mlp_dim, causal, bias, rate, dropout) for rate in rates)
+        rates = torch.linspace(0, drop_path, depth, device="cpu").tolist()
+        self.blocks: Any = nn.ModuleList(
+            Block(dim=dim, heads=heads, head_dim=head_dim, mlp_dim=mlp_dim, causal=causal, bias=bias, drop_path=rate,
+                  dropout=dropout) for rate in rates)
         self.norm = nn.LayerNorm(dim)
 
-    def forward(self, x, return_attention=False):
-        attentions = []
+    def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x, attention = block(x, return_attention=True)
-            attentions.append(attention)
-        x = self.norm(x)
-        return (x, attentions) if return_attention else x
+            x = block(x)
+        return self.norm(x)
 
 
 class Encoder(nn.Module):
-    """Bits or digits in, `outputs` numbers out: (B, N) token ids -> (B, outputs).
+    """Bits or digits in, `outputs` numbers out: (B, N) token ids, N = tokens -> (B, outputs).
 
     pooling "mean" averages the tokens after the last norm; "cls" puts a learned token in front (the
     sequence is then N + 1 long, and so is the mask) and reads that one; "none" reads each token, and the
-    output is (B, N, outputs).
-    Raises ValueError for another pooling.
+    output is (B, N, outputs). Other arguments as in `Transformer`.
+    Raises ValueError for another pooling, and for an input of another length.
     """
 
-    def __init__(self, vocabulary, tokens, outputs, dim, depth, heads, head_dim=None, mlp_dim=None,
-                 pooling="mean", bias=True):
+    def __init__(self, *, vocabulary: int, tokens: int, outputs: int, dim: int, depth: int, heads: int,
+                 head_dim: int | None = None, mlp_dim: int | None = None, pooling: str = "mean", bias: bool = True):
         super().__init__()
         if pooling not in ("mean", "cls", "none"):
             raise ValueError(f"pooling is 'mean', 'cls' or 'none', got {pooling!r}")
@@ -92,24 +93,23 @@ class Encoder(nn.Module):
         self.token = nn.Embedding(vocabulary, dim)
         self.position = nn.Parameter(torch.zeros(tokens, dim))
         self.cls = nn.Parameter(torch.zeros(1, dim)) if pooling == "cls" else None
-        self.transformer = Transformer(dim, depth, heads, head_dim, mlp_dim, bias=bias)
+        self.transformer = Transformer(dim=dim, depth=depth, heads=heads, head_dim=head_dim, mlp_dim=mlp_dim, bias=bias)
         self.head = nn.Linear(dim, outputs)
 
-    def embed(self, ids):
+    def embed(self, ids: Tensor) -> Tensor:
         """(B, N) ids -> (B, N or N + 1, D), what the first block reads."""
+        if ids.shape[1] != len(self.position):
+            raise ValueError(f"{ids.shape[1]} tokens, this model reads {len(self.position)}")
         x = self.token(ids) + self.position
-        if self.cls is not None:
-            x = torch.cat([self.cls.expand(len(ids), 1, -1), x], dim=1)
-        return x
+        return x if self.cls is None else torch.cat([self.cls.expand(len(ids), 1, -1), x], dim=1)
 
-    def forward(self, ids, return_attention=False):
-        x, attentions = self.transformer(self.embed(ids), return_attention=True)
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.transformer(self.embed(ids))
         if self.pooling == "mean":
             x = x.mean(dim=1)  # (B, D)
         elif self.pooling == "cls":
             x = x[:, 0]
-        output = self.head(x)
-        return (output, attentions) if return_attention else output
+        return self.head(x)
 
 
 class ViT(nn.Module):
@@ -118,11 +118,12 @@ class ViT(nn.Module):
     side S and patch: pixels; the image is cut into (S / patch)^2 tokens, row by row. pooling "mean" or
     "cls" (a learned token in front, with a position of its own). positions "learned", or "sincos", fixed.
     ViT-Tiny is dim 192, depth 12, heads 3, patch 16 at 224. Raises ValueError for a side that patch does
-    not divide, a dim that heads (with sincos: 4) does not divide, another pooling or other positions.
+    not divide, a dim that heads (with sincos: 4) does not divide, another pooling, other positions, and an image
+    of another size.
     """
 
-    def __init__(self, side, patch, classes, dim=192, depth=12, heads=3, pooling="cls", positions="learned",
-                 drop_path=0.0):
+    def __init__(self, *, side: int, patch: int, classes: int, dim: int = 192, depth: int = 12, heads: int = 3,
+                 pooling: str = "cls", positions: str = "learned", drop_path: float = 0.0):
         super().__init__()
         if side % patch:
             raise ValueError(f"side {side} is not a multiple of patch {patch}")
@@ -137,23 +138,24 @@ class ViT(nn.Module):
         else:
             codes = sincos(side // patch, dim)
             self.register_buffer("position", torch.cat([torch.zeros(int(pooling == "cls"), dim), codes]))
-        self.transformer = Transformer(dim, depth, heads, drop_path=drop_path)
+        self.transformer = Transformer(dim=dim, depth=depth, heads=heads, drop_path=drop_path)
         self.head = nn.Linear(dim, classes)
 
-    def embed(self, images):
+    def embed(self, images: Tensor) -> Tensor:
         """(B, 3, S, S) -> (B, N, D), what the first block reads."""
         x = self.patch(images).flatten(2).transpose(1, 2)  # (B, N, D)
         if self.cls is not None:
             x = torch.cat([self.cls.expand(len(x), 1, -1), x], dim=1)
+        if x.shape[1] != len(self.position):
+            raise ValueError(f"images of {images.shape[-1]} pixels, this model reads another size")
         return x + self.position
 
-    def forward(self, images, return_attention=False):
-        x, attentions = self.transformer(self.embed(images), return_attention=True)
-        output = self.head(x[:, 0] if self.cls is not None else x.mean(dim=1))
-        return (output, attentions) if return_attention else output
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.transformer(self.embed(images))
+        return self.head(x.mean(dim=1) if self.cls is None else x[:, 0])
 
 
-def sincos(side, dim):
+def sincos(side: int, dim: int) -> Tensor:
     """Fixed position codes of a grid of side x side tokens, row by row: (side^2, dim).
 
     A quarter of the columns each for sine and cosine of the row and of the column, at frequencies from 1
@@ -167,27 +169,33 @@ def sincos(side, dim):
 
 
 class GPT(nn.Module):
-    """A causal language model with learned positions: (B, N) token ids, N <= block -> logits (B, N, V)."""
+    """A causal language model with learned positions: (B, N) token ids, N <= block -> logits (B, N, V).
 
-    def __init__(self, vocabulary, block, dim, depth, heads, head_dim=None, mlp_dim=None, dropout=0.0):
+    Arguments as in `Transformer`. Raises ValueError for an input longer than block.
+    """
+
+    def __init__(self, *, vocabulary: int, block: int, dim: int, depth: int, heads: int, head_dim: int | None = None,
+                 mlp_dim: int | None = None, dropout: float = 0.0):
         super().__init__()
         self.token = nn.Embedding(vocabulary, dim)
         self.position = nn.Parameter(torch.zeros(block, dim))
-        self.transformer = Transformer(dim, depth, heads, head_dim, mlp_dim, causal=True, dropout=dropout)
+        self.transformer = Transformer(dim=dim, depth=depth, heads=heads, head_dim=head_dim, mlp_dim=mlp_dim,
+                                       causal=True, dropout=dropout)
         self.head = nn.Linear(dim, vocabulary)
 
-    def embed(self, ids):
+    def embed(self, ids: Tensor) -> Tensor:
         """(B, N) ids -> (B, N, D), what the first block reads."""
+        if ids.shape[1] > len(self.position):
+            raise ValueError(f"{ids.shape[1]} tokens, this model reads at most {len(self.position)}")
         return self.token(ids) + self.position[: ids.shape[1]]
 
-    def forward(self, ids, return_attention=False):
-        x, attentions = self.transformer(self.embed(ids), return_attention=True)
-        output = self.head(x)
-        return (output, attentions) if return_attention else output
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.transformer(self.embed(ids)))
 
 
 @torch.no_grad()
-def generate(model, ids, count, temperature=1.0, top_k=None, generator=None):
+def generate(model: GPT, ids: Tensor, count: int, temperature: float = 1.0, top_k: int | None = None,
+             generator: torch.Generator | None = None) -> Tensor:
     """Go on with token ids (B, N), N >= 1, by `count` tokens of a GPT: (B, N + count).
 
     Each is drawn from softmax(logits / temperature), of the top_k likeliest if given; temperature 0 takes the
@@ -209,8 +217,9 @@ def generate(model, ids, count, temperature=1.0, top_k=None, generator=None):
     return ids
 
 
-def init_weights(model, generator, token_std=1.0, position_std=0.3):
-    """Draw every weight of model anew, as the table above says. Masks are left as they are."""
+def init_weights(model: nn.Module, generator: torch.Generator, token_std: float = 1.0,
+                 position_std: float = 0.3) -> nn.Module:
+    """Draw every weight of model anew, as the table above says, and return it. Masks are left as they are."""
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Conv2d)):
             bound = module.weight[0].numel() ** -0.5
@@ -228,13 +237,8 @@ def init_weights(model, generator, token_std=1.0, position_std=0.3):
     return model
 
 
-def masks(model):
-    """The masks M of a model, name -> parameter."""
-    return {name: p for name, p in model.named_parameters() if name.split(".")[-1] == "mask"}
-
-
-def parameter_counts(model):
-    """How many numbers the model has, how many of them are trained, and how many are masks."""
+def parameter_counts(model: nn.Module) -> dict[str, int]:
+    """How many numbers the model has (`total`), how many of them are trained (`trainable`) and are masks (`mask`)."""
     parameters = list(model.parameters())
     return {
         "total": sum(p.numel() for p in parameters),
@@ -243,15 +247,15 @@ def parameter_counts(model):
     }
 
 
-def parameter_groups(model, lr, mask_lr, weight_decay, mask_weight_decay=0.0):
-    """Two optimiser groups, complete and disjoint: the masks, by default not decayed, and all the rest.
+def parameter_groups(model: nn.Module, *, lr: float, mask_lr: float, weight_decay: float,
+                     mask_weight_decay: float = 0.0) -> list[dict]:
+    """Two optimiser groups, complete and disjoint: all parameters but the masks, and the masks, by default not decayed.
 
-    Decay would pull M to 0, that is to no prior. Frozen parameters are in neither group. Each group
-    keeps its peak rate, which a schedule multiplies.
+    Decay would pull M to 0, that is to no prior. Frozen parameters are in neither group.
     """
-    of_masks = masks(model)
-    others = [p for name, p in model.named_parameters() if name not in of_masks]
+    of_masks = list(masks(model).values())
+    others = [p for p in model.parameters() if not any(p is mask for mask in of_masks)]
     return [
-        {"params": [p for p in params if p.requires_grad], "lr": rate, "peak": rate, "weight_decay": decay}
-        for params, rate, decay in ((others, lr, weight_decay), (of_masks.values(), mask_lr, mask_weight_decay))
+        {"params": [p for p in params if p.requires_grad], "lr": rate, "weight_decay": decay}
+        for params, rate, decay in ((others, lr, weight_decay), (of_masks, mask_lr, mask_weight_decay))
     ]

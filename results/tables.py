@@ -1,28 +1,25 @@
-"""Every table of the two README pages is made from results/*.jsonl, and CI runs the commands that stand there.
+"""Every table of README.md and results/README.md, from the result lines beside this file.
 
-`PYTHONPATH=. python tests/test_readme.py` writes the tables anew, after a new reference run; with the name of a file
-it draws the map of settings.
+    python results/tables.py                  # writes the tables of both pages anew, after a new reference run
+    python results/tables.py --map FILE       # draws the map of settings
 """
 import json
 import re
 import statistics
 import sys
-import textwrap
 from pathlib import Path
 
-import pytest
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
-import train_arith
-import train_gotu
-import train_lm
-import train_vit
-from tinymask import pictures, records
+import train_arith  # noqa: E402
+import train_gotu  # noqa: E402
+import train_lm  # noqa: E402
+import train_vit  # noqa: E402
+from tinymask import pictures, records  # noqa: E402
 
-pytestmark = pytest.mark.gotu
-ROOT = Path(__file__).parent.parent
 MAIN = ["default", "svd", "opt", "mask", "mask-only", "mask-literal"]  # controls have a table of their own
 PAGES = [ROOT / "README.md", ROOT / "results" / "README.md"]
-README = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 
 
 def lines_of(name="gotu.jsonl"):
@@ -191,7 +188,7 @@ def arith_scale_rows():
                 config = these[0]["config"]
                 key = (config.get("token_std", 1.0), config["position_std"])
                 cells.setdefault(key, {})[init] = percent(these, "exact_match")
-    return [row(f"{token:g}", f"{position:g}", *(of[init] for init in train_arith.INITS[:4]))
+    return [row(f"{token:g}", f"{position:g}", *(of[init] for init in MAIN[:4]))
             for (token, position), of in sorted(cells.items(), reverse=True)]
 
 
@@ -319,13 +316,13 @@ def arith_headlines():
 
 def vit_headlines():
     groups = by(lines_of("vit.jsonl"), "task", "init")
-    return [headline(task, [groups[task, init] for init in train_vit.INITS[:6]], "top1", [""] * 6,
+    return [headline(task, [groups[task, init] for init in list(train_vit.INITS)[:6]], "top1", [""] * 6,
                      f"train_vit.py --dataset {task} --seeds 5") for task in ("builtin", "builtin-global")]
 
 
 def lm_headlines():
     groups = by(lines_of("lm.jsonl"), "init")
-    return [headline("builtin", [groups[init,] for init in train_lm.INITS[:6]], "bits_per_byte", [""] * 6,
+    return [headline("builtin", [groups[init,] for init in list(train_lm.INITS)[:6]], "bits_per_byte", [""] * 6,
                      "train_lm.py --seeds 5", 3, 1, "")]
 
 
@@ -421,126 +418,8 @@ def table_at(text, header):
     return start, start + re.match(r"(\|.*\n)*", text[start:]).end()
 
 
-@pytest.mark.parametrize("header", TABLES)
-def test_the_tables_are_those_of_the_result_lines(header):
-    start, end = table_at(README, header)
-    assert README[start:end].splitlines() == TABLES[header]()
-
-
-def test_facts_in_the_prose_are_those_of_the_result_lines():
-    prose = " ".join(README.split())  # a fact may stand on two lines
-    missing = [text for text in facts() if text not in prose]
-    assert not missing, "\n".join(missing)
-
-
-def default_runs(script, name, seeds):
-    """Whether results/`name` holds so many whole runs of every init, as the script makes them without a flag."""
-    groups = {}
-    for r in lines_of(name):
-        usual = vars(script.settings([], r["task"])) | {"fraction": r["config"].get("fraction")}
-        names = [n for n in r["config"] if n not in (*records.NOT_OF_THE_RUN, "text")]
-        assert {n: r["config"][n] for n in names} == {n: usual[n] for n in names}
-        assert r["complete"] and not r["diverged"] and r["steps"] == r["config"]["steps"]
-        groups.setdefault((r["task"], r["config"].get("fraction"), r["init"]), []).append(r["seed"])
-    return groups and all(sorted(of) == list(range(seeds)) for of in groups.values())
-
-
-@pytest.mark.arith
-def test_the_pilots_of_the_product_s_mask():
-    at = {r["what"]: 100 * r["exact_match"] for r in lines_of("arith-pilots.jsonl")
-          if (r["token_std"], r["position_std"], r["step"]) == (1, 0.02, 1180)}
-    prose = " ".join(README.split())
-    assert f"{at['every cross-number pair']:.1f} % after 1,180 steps" in prose
-    assert f"{at['products, then all lower columns']:.1f} %, the present design" in prose
-    assert f"design at {at['products, then one, two and all columns down']:.1f} %" in prose
-
-
-@pytest.mark.parametrize("script, name, seeds", [
-    pytest.param(train_arith, "arith.jsonl", 3, marks=pytest.mark.arith),
-    pytest.param(train_vit, "vit.jsonl", 5, marks=pytest.mark.vit),
-    pytest.param(train_lm, "lm.jsonl", 5, marks=pytest.mark.lm)])
-def test_reference_runs_are_whole_and_of_the_default_settings(script, name, seeds):
-    assert default_runs(script, name, seeds)
-
-
-@pytest.mark.parametrize("name", ["arith-scale", "arith-paper", "arith-rates", "arith-controls", "arith-sequence",
-                                  "arith-splits", "vit-controls", "lm-controls", "defaults"])
-def test_every_line_is_a_whole_run(name):
-    assert all(r["complete"] and not r["diverged"] for r in lines_of(f"{name}.jsonl"))
-
-
-def test_the_text_of_the_language_runs_is_one():
-    assert len({r["config"]["text"] for name in ("lm", "lm-controls") for r in lines_of(f"{name}.jsonl")}) == 1
-
-
-def test_the_paper_preset_s_runs():
-    for r in lines_of("gotu-paper.jsonl"):
-        usual = vars(train_gotu.settings(["--preset", "paper"], r["task"]))
-        assert all(r["config"][name] == usual[name] for name in train_gotu.PRESETS["paper"])
-        assert r["steps"] == 8640 and r["complete"] and not r["diverged"]
-
-
-def test_the_map_and_the_controls_are_three_seeds_each():
-    for name in ("gotu-map.jsonl", "gotu-controls.jsonl"):
-        groups = {}
-        for line in lines_of(name):
-            assert line["complete"] and line["config"]["preset"] == "small"
-            assert not line["diverged"] or line["config"]["optimizer"] == "sgd"
-            groups.setdefault((changed(line), line["task"], line["init"]), []).append(line["seed"])
-        assert all(sorted(seeds) == [0, 1, 2] for seeds in groups.values())
-    assert not any(changed(line) for line in lines_of("gotu-controls.jsonl"))
-
-
-def test_quick_start_shows_lines_of_the_default_command(capsys):
-    args = train_gotu.settings([], None)
-    train_gotu.print_table(args, [r for r in lines_of("defaults.jsonl") if r["script"] == "gotu"])
-    printed = capsys.readouterr().out.splitlines()
-    quoted = [line[4:] for line in README.splitlines() if line.startswith("    2parity ") or "unseen acc " in line]
-    assert len(quoted) == 3 and all(line in printed for line in quoted)
-
-
-def test_reference_runs_are_ten_seeds_of_the_default_settings():
-    lines = lines_of()
-    cells = {(r["task"], r["init"], r["seed"]) for r in lines}
-    assert len(lines) == len(cells) == 10 * len({cell[:2] for cell in cells})
-    for result in lines:
-        defaults = vars(train_gotu.settings([], result["task"]))
-        config = {"mlp_dim": 4 * 48} | result["config"]  # what it was before it was a flag
-        assert all(config[name] == defaults[name] for name in train_gotu.PRESETS["small"])
-        assert result["complete"] and not result["diverged"] and result["steps"] == defaults["steps"]
-        assert result["script"] == "gotu" and 0 <= result["seed"] < 10 and result["init"] in MAIN
-        assert records.run_key(result["config"], "x")  # the config is whole
-
-
-def test_the_cost_of_a_mask_in_the_readme_is_the_committed_measurement():
-    printed = (ROOT / "results" / "bench.txt").read_text(encoding="utf-8").splitlines()
-    assert len(printed) == 15 and all("    " + line in README.splitlines() for line in printed)
-
-
-def test_the_snippets_run():
-    blocks = re.findall(r"(?:^ {4,}\S.*\n)+", PAGES[0].read_text(encoding="utf-8"), re.MULTILINE)
-    code = [textwrap.dedent(block) for block in blocks if block.lstrip().startswith(("import torch", "from tinymask"))]
-    names = {}
-    exec("\n".join(code), names)
-    assert len(code) == 3 and names["output"].shape == (8, 3, 15, 16)
-    assert names["boolean"].fourier_coefficients(names["mdi"])[:4].tolist() == pytest.approx([-1, 1, 1, 0], abs=1e-5)
-
-
-def test_every_flag_in_the_readme_exists():
-    for script in (train_gotu, train_arith, train_vit, train_lm):
-        known = set(script.parser()._option_string_actions)
-        commands = re.findall(rf"{script.__name__}\.py[^\n`|]*", README)
-        assert commands
-        for command in commands:
-            assert set(re.findall(r"--[a-z0-9-]+", command)) <= known, command
-
-
-def test_the_readme_s_test_command_is_what_ci_runs():
-    assert "python -m pytest" in README and "python -m pytest" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-
-
 def draw_map(path):
-    """The map as a figure: `PYTHONPATH=. python tests/test_readme.py results/gotu-map.png`."""
+    """The map as a figure."""
     groups = [(flags or "as above", {key: [r["metrics"]["mse_all"] for r in these] for key, these in runs_of.items()})
               for flags, runs_of in map_settings().items() if flags.count("--") < 3 and " --position-std" not in flags]
     pictures.dots(groups, ["default", "svd", "mask"], ["2parity", "majority"], path)
@@ -558,4 +437,4 @@ def write_tables():
 
 
 if __name__ == "__main__":
-    draw_map(sys.argv[1]) if sys.argv[1:] else write_tables()
+    draw_map(sys.argv[2]) if sys.argv[1:2] == ["--map"] else write_tables()
