@@ -31,7 +31,8 @@ SWAPS = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast
          ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.And: ast.Or, ast.Or: ast.And,
          ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is}
 NAMES = {"mean": "sum", "sum": "mean", "amax": "amin", "amin": "amax", "max": "min", "min": "max", "eval": "train",
-         "train": "eval", "seen": "target", "test_x": "x", "val": "train", "test": "val", "query": "key", "key": "query",
+         "train": "eval", "seen": "target", "test_x": "x", "val": "train", "test": "val", "query": "key",
+         "key": "query",
          "logsigmoid": "sigmoid", "triu": "tril", "tril": "triu", "first": "last", "last": "first", "any": "all",
          "all": "any", "AdamW": "Adam", "cross_entropy": "mse_loss", "open": "closed", "closed": "open",
          "weight_decay": "mask_weight_decay", "mask_lr": "lr", "token_std": "position_std", "position_std": "token_std"}
@@ -61,13 +62,13 @@ def edits(node: ast.AST):
         if len(node.args) >= 2 and ast.unparse(node.args[0]) != ast.unparse(node.args[1]):
             yield "two arguments swapped", lambda n: n.args.insert(0, n.args.pop(1))
     elif isinstance(node, (ast.Expr, ast.AugAssign)) and not isinstance(getattr(node, "value", None), ast.Constant):
-        yield "line left out", lambda n: (n.__dict__.update(value=ast.Constant(None)), setattr(n, "__class__", ast.Expr))
+        yield "line left out", lambda n: (n.__dict__.update(value=ast.Constant(0)), setattr(n, "__class__", ast.Expr))
 
 
 def places(tree: ast.Module):
     """(node, description, edit) for every wrong of a module, in order; what is only printed is passed over."""
     def walk(node):
-        if isinstance(node, (ast.FunctionDef, ast.JoinedStr, ast.Raise)) and getattr(node, "name", "") in LEFT_ALONE | {""}:
+        if isinstance(node, (ast.JoinedStr, ast.Raise)) or getattr(node, "name", "") in LEFT_ALONE:
             return
         if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("print", "fail", "tqdm", "refused"):
             return

@@ -8,9 +8,10 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from reference import SHARED_FLAGS, assert_moved, assert_same, checkpoint, set_masks, train, words
 
 import train_lm
-from tinymask import GPT, generate, init_weights, parallel, persistence, qk_init, records, runs, text
+from tinymask import GPT, generate, init_weights, parallel, persistence, qk_init, runs, text
 from tinymask.inits import shuffled
 
 pytestmark = pytest.mark.lm
@@ -19,13 +20,13 @@ SMALL = dict(steps=600, batch_size=16, dim=96, depth=3, heads=4, head_dim=24, bl
              dropout=0.0, position_std=0.02, token_std=0.02, tokeniser="byte", max_bytes=12_000_000)
 
 
-def words(count, *some):
+def text_of(count, *some):
     return "".join(f"{word} " for word in random.Random(0).choices(some, k=count))
 
 
 # each part shows where it is from, and cuts fall between words; a third of the test text's words are known, and some
 # of its characters have two bytes
-PARTS = words(1080, "abcd", "efgh", "ijkl", "mnop", "qrst"), words(60, "1234", "5678"), "ÀÉÎÔ ÙÜÇÑ abcd " * 20
+PARTS = text_of(1080, "abcd", "efgh", "ijkl", "mnop", "qrst"), text_of(60, "1234", "5678"), "ÀÉÎÔ ÙÜÇÑ abcd " * 20
 
 
 @pytest.fixture
@@ -35,17 +36,8 @@ def book(tmp_path):
     return path
 
 
-def command(values):
-    return [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
-
-
 def run(book, out, init, *flags):
-    return train_lm.main([*command(TINY), "--data", str(book), "--inits", init, "--out", str(out), *flags])
-
-
-def checkpoint(out):
-    (path,) = (out / "checkpoints").iterdir()
-    return records.load(path)
+    return train_lm.main([*words(TINY), "--data", str(book), "--inits", init, "--out", str(out), *flags])
 
 
 def model_of(f, vocabulary=256):
@@ -54,46 +46,28 @@ def model_of(f, vocabulary=256):
 
 
 def reference(init, seed, f):
-    """Section 5.4: next tokens of random windows, AdamW, half a cosine after 20 steps of warm-up. f: the flags.
-    Gives the weights, and the losses of all steps."""
+    """Section 5.4: next tokens of random windows. f: the flags. Gives the weights, and the losses of all steps."""
     cut = "".join(PARTS).encode()[: f["max_bytes"]].decode()
-    train = cut[: len(cut) * 90 // 100]
-    tokeniser = text.make_tokeniser(f["tokeniser"], train)
-    model, ids = model_of(f, text.vocabulary_size(tokeniser)), text.encode(tokeniser, train)
+    shown = cut[: len(cut) * 90 // 100]
+    tokeniser = text.make_tokeniser(f["tokeniser"], shown)
+    model, ids = model_of(f, text.vocabulary_size(tokeniser)), text.encode(tokeniser, shown)
     init_weights(model, runs.generator(seed, "weights"), f["token_std"], f["position_std"])
     heads, n, steep = f["heads"], torch.arange(f["block"]), init in ("mask", "mask-frozen", "mask-shuffled")
     slopes = torch.tensor([10.0 if steep else 2 ** (-8 * (head + 1) / heads) for head in range(heads)])
     logits, draws = -slopes[:, None, None] * (n[:, None] - n).clamp(min=0), runs.generator(seed, init)
-    for block in model.transformer.blocks:
-        if init == "mimetic":
-            qk_init.mimetic(block.attention, draws, query_key=-0.7, value_out=0.4, sign=1)
-        elif init in ("bias", "alibi"):
-            block.attention.set_mask(F.logsigmoid(logits) if init == "bias" else logits, init == "bias", squash=False)
-        elif init != "default":
-            m = {"mask-zero": 0 * logits, "mask-shuffled": shuffled(logits, draws, causal=True)}.get(init, logits)
-            block.attention.set_mask(m, learnable=init != "mask-frozen")
-    groups, rates = ([], []), (f["lr"], f.get("mask_lr", f["lr"]))
-    for name, parameter in model.named_parameters():
-        groups[name.endswith(".mask")].append(parameter)
-    optimizer = torch.optim.AdamW([dict(params=groups[0], weight_decay=f["weight_decay"]),
-                                   dict(params=groups[1], weight_decay=0)])
-    draws, losses = runs.generator(seed, "batches"), []
-    for step in range(f["steps"]):
-        for group, rate in zip(optimizer.param_groups, rates):
-            group["lr"] = rate * min(1, (step + 1) / 20) * (1 + math.cos(math.pi * step / f["steps"])) / 2
+    for block in model.transformer.blocks if init == "mimetic" else []:
+        qk_init.mimetic(block.attention, draws, query_key=-0.7, value_out=0.4, sign=1)
+    masks = [shuffled(logits, draws, causal=True) if init == "mask-shuffled" else logits for _ in range(f["depth"])]
+    set_masks(model, init, masks)
+
+    def loss(draws):
         start = torch.randint(len(ids) - f["block"], (f["batch_size"], 1), generator=draws)
         torch.manual_seed(torch.randint(2**31, (1,), generator=draws).item())
         with torch.autocast("cpu", torch.bfloat16, enabled=f.get("bf16", False)):
             output = model(ids[start + n])
-        loss = -output.float().log_softmax(-1).gather(-1, ids[start + n + 1][..., None]).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return model.state_dict(), losses
+        return -output.float().log_softmax(-1).gather(-1, ids[start + n + 1][..., None]).mean()
 
-
-assert_same = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-6)
+    return train(model, loss, f, seed, init)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -109,29 +83,21 @@ def test_three_steps_are_those_of_the_paper(init, seed, book, tmp_path):
 MOVED = dict(steps=2, batch_size=2, dim=15, depth=3, heads=4, head_dim=5, block=6, lr=0.01, mask_lr=0.5,
              weight_decay=0.3, dropout=0.5, position_std=0.7, token_std=0.3, tokeniser="word", max_bytes=1000,
              bf16=True)
-ELSEWHERE = {
-    "test_scripts.py": ["help", "inits", "seeds", "device", "out", "smoke", "resume"],
-    "test_three_steps_are_those_of_the_paper": ["first_seed"], "test_presets": ["preset"], "test_plot": ["plot"],
-    "test_sets_from_their_files": ["dataset", "data_dir", "data", "download"],
-    "test_samples": ["sample", "prompt", "temperature", "top_k"],
-}
 
 
 @pytest.mark.parametrize("name", MOVED)
 def test_each_flag_changes_what_it_says(name, book, tmp_path):
-    (flag,) = command({name: MOVED[name]})
-    (result,) = run(book, tmp_path, "mask", flag.removesuffix("=True"))
-    found, plain = checkpoint(tmp_path)["model"], reference("mask", 0, SMALL | TINY)[0]
-    assert_same(found, reference("mask", 0, SMALL | TINY | {name: MOVED[name]})[0])
-    assert any(key not in found or not torch.equal(found[key], plain[key]) for key in plain)
-    usual = vars(train_lm.settings([], None)) | TINY
-    changed = {key for key in usual if key in result["config"] and result["config"][key] != usual[key]} - {"inits"}
-    assert changed == {name} | ({"mask_lr"} if name == "lr" else set())
+    moved = {name: MOVED[name]}
+    (result,) = run(book, tmp_path, "mask", *words(moved))
+    found = checkpoint(tmp_path)["model"]
+    assert_same(found, reference("mask", 0, SMALL | TINY | moved)[0])
+    assert_moved(found, reference("mask", 0, SMALL | TINY)[0], result, vars(train_lm.settings([], None)) | TINY,
+                 {name} | ({"mask_lr"} if name == "lr" else set()))
 
 
 def test_no_flag_is_left_out():
-    assert {action.dest for action in train_lm.parser()._actions} == MOVED.keys() | set(sum(ELSEWHERE.values(), []))
-    assert ELSEWHERE.keys() - {"test_scripts.py"} <= globals().keys()
+    below = {"dataset", "data_dir", "data", "download", "sample", "prompt", "temperature", "top_k"}
+    assert {action.dest for action in train_lm.parser()._actions} == MOVED.keys() | SHARED_FLAGS | below
 
 
 def test_presets():
@@ -170,7 +136,7 @@ def test_a_perplexity_beyond_all_numbers_is_infinite(nll, perplexity):
 def test_a_result_line(book, tmp_path):
     """Which text a figure is of, how many bytes that has, that dropout is off: counted anew with the saved weights."""
     f = TINY | dict(steps=40, dropout=0.5, lr=0.05)
-    (result,) = run(book, tmp_path, "mask", *command(f))
+    (result,) = run(book, tmp_path, "mask", *words(f))
     metrics, model, ends = result["metrics"], model_of(f), []
     train, val, test = (torch.tensor(list(part.encode())) for part in PARTS)
     for block in model.transformer.blocks:
@@ -234,7 +200,7 @@ def test_only_the_training_text_is_learnt_from(book, tmp_path, monkeypatch, caps
 def test_samples(prompt, flags, book, tmp_path, capsys):
     """As the saved model draws them, without dropout, from a generator of their own."""
     f = TINY | dict(dropout=0.1, steps=40, lr=0.1, sample=20)
-    run(book, tmp_path, "default", *command(f | flags | {"prompt": prompt}))
+    run(book, tmp_path, "default", *words(f | flags | {"prompt": prompt}))
     model, ids = model_of(f).eval(), torch.tensor([list((prompt or PARTS[0][0]).encode())])
     model.load_state_dict(checkpoint(tmp_path)["model"])
     drawn = generate(model, ids, 20, generator=runs.generator(0, "sample"), **flags)[0]
@@ -258,7 +224,7 @@ def test_sets_from_their_files(tmp_path, monkeypatch, capsys):
         path.write_text("Once there was.\n<|endoftext|>\n" * 200, encoding="utf-8")
 
     def load(*flags):
-        return train_lm.main([*command(TINY), "--out", str(tmp_path / "out"), "--inits", "default", "--data-dir",
+        return train_lm.main([*words(TINY), "--out", str(tmp_path / "out"), "--inits", "default", "--data-dir",
                               "~/data", "--max-bytes", "1000", "--tokeniser", "word", "--dataset", *flags])
 
     monkeypatch.setattr(runs, "download", download)
@@ -335,7 +301,7 @@ def test_plot(book, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="gloo under torchrun")
 def test_two_processes_give_the_losses_of_one(book, one_and_two_processes):
-    flags = [*command(TINY), "--data", str(book), "--inits", "mask", "--device", "cpu"]
+    flags = [*words(TINY), "--data", str(book), "--inits", "mask", "--device", "cpu"]
     (one,), (two,) = one_and_two_processes([train_lm.__file__, *flags])
     for a, b in zip(one["curve"], two["curve"], strict=True):
         assert a["train_loss"] == pytest.approx(b["train_loss"], abs=1e-5)

@@ -9,9 +9,10 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
+from reference import SHARED_FLAGS, assert_moved, assert_same, checkpoint, set_masks, train, words
 
 import train_vit
-from tinymask import ViT, images, init_weights, mask_priors, qk_init, records, runs
+from tinymask import ViT, images, init_weights, mask_priors, qk_init, runs
 from tinymask.inits import shuffled
 
 pytestmark = [pytest.mark.vit, pytest.mark.usefixtures("few_images")]
@@ -21,18 +22,8 @@ SMALL = TINY | dict(side=32, patch=4, heads=3, lr=2e-3, weight_decay=0.05, pooli
                     drop_path=0.0, augment="none", open=10.0, closed=-10.0, vary_offsets=False, bf16=False)
 
 
-def words(flags):
-    return [word for name, value in flags.items()
-            for word in ([f"--{name.replace('_', '-')}"] if value is True else [f"--{name.replace('_', '-')}={value}"])]
-
-
 def run(out, init, *flags, dataset="builtin"):
     return train_vit.main([*words(TINY), "--dataset", dataset, "--inits", init, "--out", str(out), *flags])
-
-
-def weights(out):
-    (path,) = (out / "checkpoints").iterdir()
-    return records.load(path)["model"]
 
 
 def scaled(x, side):
@@ -41,7 +32,7 @@ def scaled(x, side):
 
 
 def reference(init, seed, f, relation="local"):
-    """Section 5.3: cross-entropy with soft labels, AdamW, half a cosine after a warm-up. f: the flags."""
+    """Section 5.3: cross-entropy with soft labels. f: the flags. Gives the weights."""
     x, labels, _, _ = images.builtin(relation)
     model = ViT(classes=10, **{name: f[name] for name in (
         "side", "patch", "dim", "depth", "heads", "pooling", "positions", "drop_path")})
@@ -59,20 +50,9 @@ def reference(init, seed, f, relation="local"):
     if init.startswith("svd"):
         some = x[torch.randperm(len(x), generator=runs.generator(seed, "sample"))[:64]]
         qk_init.apply_layerwise(functools.partial(qk_init.svd, gap=50.0), model, scaled(some, f["side"]), supports)
-    for block, support in zip(model.transformer.blocks, supports):
-        logits = mask_priors.to_mask(support, f["open"], f["closed"])
-        if init == "bias":
-            block.attention.set_mask(F.logsigmoid(logits), squash=False)
-        elif init.startswith("mask"):
-            block.attention.set_mask(0 * logits if init == "mask-zero" else logits, learnable=init != "mask-frozen")
-    groups = [dict(params=[], weight_decay=f["weight_decay"]), dict(params=[], weight_decay=0.0)]
-    for name, p in model.named_parameters():
-        if p.requires_grad and not (init == "svd-frozen" and ("query" in name or "key" in name)):
-            groups["mask" in name]["params"].append(p)
-    optimizer, draws = torch.optim.AdamW(groups), runs.generator(seed, "batches")
-    for step in range(f["steps"]):
-        rate = min(1, (step + 1) / f["warmup"]) * (1 + math.cos(math.pi * step / f["steps"])) / 2
-        groups[0]["lr"], groups[1]["lr"] = rate * f["lr"], rate * f.get("mask_lr", f["lr"])
+    set_masks(model, init, [mask_priors.to_mask(support, f["open"], f["closed"]) for support in supports])
+
+    def loss(draws):
         chosen = torch.randint(len(x), (f["batch_size"],), generator=draws)
         targets = F.one_hot(labels[chosen], 10).float()
         if f["augment"] == "full":
@@ -84,56 +64,46 @@ def reference(init, seed, f, relation="local"):
         torch.manual_seed(torch.randint(2**31, (1,), generator=draws).item())  # drop path
         with torch.autocast("cpu", torch.bfloat16, enabled=f["bf16"]):
             logits = model(inputs)
-        optimizer.zero_grad()
-        (-(targets * logits.float().log_softmax(-1)).sum(-1).mean()).backward()
-        optimizer.step()
-    return model.state_dict()
+        return -(targets * logits.float().log_softmax(-1)).sum(-1).mean()
 
-
-def assert_same(found, wanted):
-    assert found.keys() == wanted.keys()
-    for name in wanted:
-        torch.testing.assert_close(found[name], wanted[name], rtol=1e-3, atol=2e-5, msg=lambda m, name=name: name + m)
+    return train(model, loss, f, seed, init)[0]
 
 
 @pytest.mark.parametrize("init, seed", [*itertools.product(train_vit.INITS, [0, 1])])
 def test_three_steps_are_those_of_the_paper(init, seed, tmp_path):
     run(tmp_path, init, "--first-seed", str(seed), "--vary-offsets")
-    assert_same(weights(tmp_path), reference(init, seed, SMALL | {"vary_offsets": True}))
+    assert_same(checkpoint(tmp_path)["model"], reference(init, seed, SMALL | {"vary_offsets": True}))
 
 
 MOVED = dict(steps=2, batch_size=4, dim=12, depth=3, heads=2, warmup=1, lr=0.01, mask_lr=0.5, weight_decay=0.9, side=16,
              patch=8, pooling="cls", positions="sincos", drop_path=0.6, augment="full", open=2.0, closed=-3.0,
              vary_offsets=True, bf16=True)
-ELSEWHERE = {"dataset", "data_dir", "download", "eval_only",  # below; the others in tests/test_scripts.py
-             "help", "inits", "preset", "seeds", "first_seed", "device", "out", "smoke", "resume", "plot"}
 
 
 @pytest.mark.parametrize("name", MOVED)
 def test_each_flag_changes_what_it_says(name, tmp_path):
-    (result,) = run(tmp_path, "mask", *words({name: MOVED[name]}))
-    found, plain = weights(tmp_path), reference("mask", 0, SMALL)
-    assert_same(found, reference("mask", 0, SMALL | {name: MOVED[name]}))
-    assert any(key not in plain or found[key].shape != plain[key].shape or not torch.equal(found[key], plain[key])
-               for key in found)
-    usual = vars(train_vit.settings([], "builtin")) | TINY
-    changed = {key for key, value in result["config"].items() if key != "data_hash" and value != usual[key]}
-    assert changed - {"inits", "dataset"} == {name} | ({"mask_lr"} if name == "lr" else set())
+    moved = {name: MOVED[name]}
+    (result,) = run(tmp_path, "mask", *words(moved))
+    found = checkpoint(tmp_path)["model"]
+    assert_same(found, reference("mask", 0, SMALL | moved))
+    assert_moved(found, reference("mask", 0, SMALL), result, vars(train_vit.settings([], "builtin")) | TINY,
+                 {name} | ({"mask_lr"} if name == "lr" else set()))
 
 
 def test_no_flag_is_left_out():
-    assert {action.dest for action in train_vit.parser()._actions} == MOVED.keys() | ELSEWHERE
+    below = {"dataset", "data_dir", "download", "eval_only"}
+    assert {action.dest for action in train_vit.parser()._actions} == MOVED.keys() | SHARED_FLAGS | below
 
 
 @pytest.mark.parametrize("init, flags", [("svd", {"pooling": "cls"}), ("impulse", {"pooling": "cls"})])
 def test_priors_leave_the_class_token_alone(init, flags, tmp_path):
     run(tmp_path, init, *words(flags))
-    assert_same(weights(tmp_path), reference(init, 0, SMALL | flags))
+    assert_same(checkpoint(tmp_path)["model"], reference(init, 0, SMALL | flags))
 
 
 def test_halves_are_the_other_set(tmp_path):
     run(tmp_path, "mask", dataset="builtin-global")
-    assert_same(weights(tmp_path), reference("mask", 0, SMALL, "global"))
+    assert_same(checkpoint(tmp_path)["model"], reference("mask", 0, SMALL, "global"))
 
 
 def test_presets_are_the_paper_s():
@@ -159,7 +129,7 @@ class Brightness(torch.nn.Module):
 
 
 def test_scores_of_a_model_that_is_right_on_a_known_half():
-    """300 images, two batches of 256: 150 bright ones of class 1, all right; 150 dark ones, of class 1 too, all wrong."""
+    """300 images of class 1, in two batches: 150 bright ones, all right, and 150 dark ones, all wrong."""
     x = torch.full((300, 3, 8, 8), 20, dtype=torch.uint8)
     x[:150] = 230
     modes, model = [], Brightness()
@@ -202,7 +172,7 @@ def test_training_and_svd_see_no_test_image(init, tmp_path, monkeypatch):
         return x.clamp(max=200), labels, torch.full_like(test_x, 255), test_labels
 
     monkeypatch.setattr(images, "builtin", marked)
-    monkeypatch.setattr(qk_init, "apply_layerwise", lambda m, model, x, s: (seen.append((True, x)), solve(m, model, x, s)))
+    monkeypatch.setattr(qk_init, "apply_layerwise", lambda *given: (seen.append((True, given[2])), solve(*given)))
     monkeypatch.setattr(ViT, "forward", lambda self, x: (seen.append((self.training, x)), forward(self, x))[1])
     run(tmp_path, init)
     for training, x in seen:
@@ -236,9 +206,10 @@ def cifar(folder, classes=10, count=12):
 def test_cifar_from_files_of_the_official_layout(tmp_path):
     for classes, count in ((10, 24), (100, 12)):
         cifar(tmp_path / "data", classes)
-        (result,) = run(tmp_path / str(classes), "mask", "--data-dir", str(tmp_path / "data"), dataset=f"cifar{classes}")
+        where = ["--data-dir", str(tmp_path / "data")]
+        (result,) = run(tmp_path / str(classes), "mask", *where, dataset=f"cifar{classes}")
         assert result["metrics"]["images"] == count and result["params"]["total"] > 0
-        assert weights(tmp_path / str(classes))["head.weight"].shape == (classes, 24)
+        assert checkpoint(tmp_path / str(classes))["model"]["head.weight"].shape == (classes, 24)
     (tmp_path / "data" / "cifar-10-batches-bin" / "data_batch_1.bin").unlink()  # --resume does not take others' results
     (result,) = run(tmp_path / "10", "mask", "--data-dir", str(tmp_path / "data"), "--resume", dataset="cifar10")
     assert result["metrics"]["images"] == 12
