@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from tinymask import arithmetic, inits, mask_priors, pictures, qk_init, records, runs
 from tinymask.persistence import attention_maps, measures, snapshot, support_mass
+from tinymask.runs import Args
 from tinymask.transformer import GPT, Encoder, init_weights, parameter_counts, parameter_groups
 
 TASKS = list(arithmetic.OPERATIONS)
@@ -84,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
     return flags
 
 
-def settings(argv: list[str] | None, task: str | None) -> argparse.Namespace:
+def settings(argv: list[str] | None, task: str | None) -> Args:
     """The flags for one task (None: what no task has of its own): as given, else as its preset has them."""
     presets = {name: preset | OF_TASK[name].get(task or "", {}) for name, preset in PRESETS.items()}
     args = runs.parse(parser(), argv, presets, SMOKE)
@@ -98,7 +99,7 @@ def settings(argv: list[str] | None, task: str | None) -> argparse.Namespace:
     return args
 
 
-def load_problems(args: argparse.Namespace, task: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], float]:
+def load_problems(args: Args, task: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], float]:
     """(inputs, answers) to learn from and to be asked: token ids (P, N) and digits (P, A); of the latter, the fraction
     whose mirror image is among the former.
 
@@ -121,7 +122,7 @@ def load_problems(args: argparse.Namespace, task: str) -> tuple[tuple[Tensor, Te
     return (train[:, :-1], train[:, prompt:]), (rest[:, :prompt], rest[:, prompt:]), mirrored
 
 
-def digit_logits(args: argparse.Namespace, task: str, model: nn.Module, inputs: Tensor) -> Tensor:
+def digit_logits(args: Args, task: str, model: nn.Module, inputs: Tensor) -> Tensor:
     """Scores of the digits of the answers in the order in which they are written, (B, A, classes), in one pass."""
     width, output = arithmetic.answer_width(task, args.digits), model(inputs)
     if args.mode == "autoregressive":
@@ -132,8 +133,7 @@ def digit_logits(args: argparse.Namespace, task: str, model: nn.Module, inputs: 
 
 
 @torch.no_grad()
-def predict(args: argparse.Namespace, task: str, model: nn.Module, inputs: Tensor,
-            answers: Tensor) -> tuple[Tensor, float]:
+def predict(args: Args, task: str, model: nn.Module, inputs: Tensor, answers: Tensor) -> tuple[Tensor, float]:
     """Answers of the model (P, A), and the loss: a mean over digits, each given those before it."""
     guesses, loss = [], 0.0
     model.eval()
@@ -152,7 +152,7 @@ def predict(args: argparse.Namespace, task: str, model: nn.Module, inputs: Tenso
     return torch.cat(guesses), loss / answers.numel()
 
 
-def scores(args: argparse.Namespace, task: str, model: nn.Module, inputs: Tensor, answers: Tensor) -> dict[str, float]:
+def scores(args: Args, task: str, model: nn.Module, inputs: Tensor, answers: Tensor) -> dict[str, float]:
     """The figures of the table on some problems: fractions of answers and of digits, mean loss; NaN if it is."""
     guesses, loss = predict(args, task, model, inputs, answers)
     if not math.isfinite(loss):  # argmax over NaN would answer 0, and be right at times
@@ -161,7 +161,7 @@ def scores(args: argparse.Namespace, task: str, model: nn.Module, inputs: Tensor
     return {"exact_match": exact / len(answers), "digit_accuracy": digits / answers.numel(), "loss": loss}
 
 
-def prior(args: argparse.Namespace, task: str, init: str, seed: int) -> list[Tensor]:
+def prior(args: Args, task: str, init: str, seed: int) -> list[Tensor]:
     """The supports of one run, one for each layer: 0/1, where the prior lets a token look."""
     design = INITS[init].design if args.mode == "one-pass" else "sequence"
     supports = mask_priors.ARITHMETIC[design][task](args.digits, args.depth, args.heads, args.order == "reversed")
@@ -171,8 +171,7 @@ def prior(args: argparse.Namespace, task: str, init: str, seed: int) -> list[Ten
     return supports
 
 
-def build(args: argparse.Namespace, task: str, init: str, seed: int,
-          inputs: Tensor) -> tuple[Encoder | GPT, list[Tensor]]:
+def build(args: Args, task: str, init: str, seed: int, inputs: Tensor) -> tuple[Encoder | GPT, list[Tensor]]:
     """The model of one run with its prior in place, and the supports, one for each layer.
 
     inputs: training inputs, on which svd and opt are solved.
@@ -201,7 +200,7 @@ def first_step(curve: list[dict], accuracy: float) -> int | None:
     return next((point["step"] for point in curve if point["exact_match"] >= accuracy), None)
 
 
-def print_table(common: argparse.Namespace, args_of: list[tuple[str, argparse.Namespace]], results: list[dict]) -> None:
+def print_table(common: Args, args_of: list[tuple[str, Args]], results: list[dict]) -> None:
     """This run and, at the paper's settings, its Table 2."""
     rows = []
     for task, args in args_of:
@@ -219,23 +218,20 @@ def print_table(common: argparse.Namespace, args_of: list[tuple[str, argparse.Na
     print(runs.table(header, rows, optional=3))
 
 
-def plot(common: argparse.Namespace, args_of: list[tuple[str, argparse.Namespace]], results: list[dict],
-         path: Path) -> None:
+def plot(common: Args, args_of: list[tuple[str, Args]], results: list[dict], path: Path) -> None:
     """Whole answers right: against the step, one panel a fraction; and at the end against the fraction."""
-    fractions = {task: [args.fraction for name, args in args_of if name == task] for task in common.tasks}
-    columns = max(map(len, fractions.values())) + 1
-    panels: list[dict] = []
-    for task, shown in fractions.items():
-        usual = {"ylabel": "whole answers right", "ylim": (-0.02, 1.02)}
-        panels += [{"title": f"{task}, {100 * part:g} % of all pairs", **usual,
-                    "lines": pictures.series(results, "exact_match", task=task, fraction=part)} for part in shown]
+    shown = {task: [args.fraction for name, args in args_of if name == task] for task in common.tasks}
+    columns, panels = max(map(len, shown.values())) + 1, []
+    usual: dict = {"ylabel": "whole answers right", "ylim": (-0.02, 1.02)}
+    for task, fractions in shown.items():
+        panels += [usual | {"title": f"{task}, {100 * part:g} % of all pairs", "lines": pictures.series(
+            results, "exact_match", task=task, fraction=part)} for part in fractions]
         ends: dict[str, list] = {}
-        for r in results:
-            if r["task"] == task and not r["diverged"]:
-                ends.setdefault(r["init"], []).append(([r["config"]["fraction"]], [r["metrics"]["exact_match"]]))
-        panels.append({"title": f"{task}, at the end", "xlabel": "fraction of all pairs", "points": True, "lines": ends,
-                       **usual} if len(shown) > 1 else {})
-        panels += [{}] * (columns - len(shown) - 1)
+        for r in (r for r in results if r["task"] == task and not r["diverged"]):
+            ends.setdefault(r["init"], []).append(([r["config"]["fraction"]], [r["metrics"]["exact_match"]]))
+        panels.append(usual | {"title": f"{task}, at the end", "xlabel": "fraction of all pairs", "points": True,
+                               "lines": ends} if len(fractions) > 1 else {})
+        panels += [{}] * (columns - len(fractions) - 1)
     pictures.curves(panels, common.inits, path, columns)
 
 
@@ -246,7 +242,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     for task in common.tasks:
         args = settings(argv, task)
         for part in dict.fromkeys(args.fraction):
-            args_of.append((task, argparse.Namespace(**vars(args) | {"fraction": part})))
+            args_of.append((task, Args(**vars(args) | {"fraction": part})))
     for task, args in args_of:
         with runs.refused(f"--fraction, {task}"):
             arithmetic.split(args.fraction, args.digits)

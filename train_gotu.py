@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tinymask import boolean, inits, mask_priors, pictures, qk_init, records, runs
 from tinymask.persistence import attention_maps, measures, snapshot, support_mass
+from tinymask.runs import Args
 from tinymask.transformer import Encoder, init_weights, parameter_counts, parameter_groups
 
 TASKS = list(boolean.TASKS)
@@ -72,13 +73,13 @@ def parser() -> argparse.ArgumentParser:
     return flags
 
 
-def settings(argv: list[str] | None, task: str | None) -> argparse.Namespace:
+def settings(argv: list[str] | None, task: str | None) -> Args:
     """The flags for one task (None: what no task has of its own): as given, else as its preset has them."""
     presets = PRESETS | {"small": PRESETS["small"] | OF_TASK.get(task or "", {})}
     return runs.parse(parser(), argv, presets, SMOKE)
 
 
-def prior(args: argparse.Namespace, task: str, init: str, seed: int) -> list[Tensor]:
+def prior(args: Args, task: str, init: str, seed: int) -> list[Tensor]:
     """The supports of one run, one for each layer: 0/1, where the prior lets a token look."""
     supports = mask_priors.BOOLEAN[INITS[init].design][task](args.bits, args.depth, args.heads)
     if args.missing_links or args.wrong_links:  # the same mistakes in every layer that has links
@@ -92,7 +93,7 @@ def prior(args: argparse.Namespace, task: str, init: str, seed: int) -> list[Ten
     return mask_priors.with_cls(supports) if args.pooling == "cls" else supports
 
 
-def build(args: argparse.Namespace, task: str, init: str, seed: int) -> tuple[Encoder, list[Tensor]]:
+def build(args: Args, task: str, init: str, seed: int) -> tuple[Encoder, list[Tensor]]:
     """The model of one run with its prior in place, and the supports, one for each layer."""
     row = INITS[init]
     model = Encoder(vocabulary=2, tokens=args.bits, outputs=1, dim=args.dim, depth=args.depth, heads=args.heads,
@@ -137,7 +138,7 @@ def scores(task: str, prediction: Tensor, target: Tensor, seen: Tensor) -> dict:
     return metrics
 
 
-def print_table(args: argparse.Namespace, args_of: dict[str, argparse.Namespace], results: list[dict]) -> None:
+def print_table(args: Args, args_of: dict[str, Args], results: list[dict]) -> None:
     """This run beside the exact MDI, and, at the paper's settings, its Table 1."""
     rows = []
     for task in args.tasks:
@@ -155,11 +156,8 @@ def print_table(args: argparse.Namespace, args_of: dict[str, argparse.Namespace]
     print(runs.table(header, rows, optional=2))
 
 
-def plot(common: argparse.Namespace, wanted: list[records.Run], results: list[dict], ids: Tensor) -> None:
-    """Figures: the curves; for each task the masks at the start, and attention before and after the first seed.
-
-    ids: the points that attention is averaged over. The models at the end are those of the checkpoints.
-    """
+def plot(common: Args, wanted: list[records.Run], results: list[dict], ids: Tensor) -> None:
+    """Figures: the curves; for each task attention and masks before and after the first seed. ids: for the former."""
     out = wanted[0].out
     panels = [{"title": task, "ylabel": "mean squared error, unseen part", "ylim": (0, None),
                "lines": pictures.series(results, "mse_unseen", task=task)} for task in common.tasks]
@@ -168,20 +166,9 @@ def plot(common: argparse.Namespace, wanted: list[records.Run], results: list[di
                for task in common.tasks]
     pictures.curves(panels, common.inits, out / "curves.png", columns=len(common.tasks))
     for task in common.tasks:
-        attention, openness, rows = [], [], []
-        runs_of_task = [run for run in wanted if (run.task, run.seed) == (task, common.first_seed)]
-        for run in runs_of_task:
-            model, _ = build(run.args, task, run.init, run.seed)
-            (first, opened), (last, _) = records.start_and_end(run, model, ids)
-            attention += [maps.mean(dim=(0, 1)) for pair in zip(first, last) for maps in pair]
-            if INITS[run.init].squash:
-                rows += [f"{run.init}, layer {layer + 1}" for layer in range(len(opened))]
-                openness += [head for layer in opened for head in layer.expand(run.args.heads, -1, -1)]
-        columns = [f"layer {layer + 1}, {when}" for layer in range(run.args.depth) for when in ("start", "end")]
-        pictures.grid(common.inits, columns, attention, out / f"attention-{task}.png")
-        if rows:
-            heads = [f"{task}, head {head + 1}" for head in range(run.args.heads)]
-            pictures.grid(rows, heads, openness, out / f"masks-{task}.png")
+        ends = {run.init: records.start_and_end(run, build(run.args, task, run.init, run.seed)[0], ids)
+                for run in wanted if (run.task, run.seed) == (task, common.first_seed)}
+        pictures.before_and_after(ends, out, task)
 
 
 @runs.script

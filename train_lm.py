@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tinymask import inits, mask_priors, parallel, pictures, qk_init, records, runs, text
 from tinymask.persistence import measures, snapshot
+from tinymask.runs import Args
 from tinymask.transformer import GPT, generate, init_weights, parameter_counts, parameter_groups
 
 DATASETS = ["builtin", "wikitext2", "wikitext2-raw", "tinystories"]
@@ -71,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     return flags
 
 
-def settings(argv: list[str] | None, dataset: str | None) -> argparse.Namespace:
+def settings(argv: list[str] | None, dataset: str | None) -> Args:
     """The flags for one data set (None: what none has of its own): as given, else as its preset has them."""
     presets = PRESETS | {"paper": PRESETS["paper"] | OF_DATASET.get(dataset or "", {})}
     args = runs.parse(parser(), argv, presets, SMOKE)
@@ -91,7 +92,7 @@ def download(dataset: str, folder: Path) -> None:
         runs.download(text.WIKITEXT_BASE + archive, folder / archive, text.WIKITEXT[dataset]["sha256"])
 
 
-def load_texts(args: argparse.Namespace, dataset: str) -> tuple[str, ...]:
+def load_texts(args: Args, dataset: str) -> tuple[str, ...]:
     """The training, validation and test texts. Raises ValueError or OSError, in one line."""
     if args.data:
         return text.load_file(args.data, args.max_bytes)
@@ -104,7 +105,7 @@ def load_texts(args: argparse.Namespace, dataset: str) -> tuple[str, ...]:
     return text.load_wikitext(dataset, args.data_dir)
 
 
-def load(args: argparse.Namespace, dataset: str) -> Data:
+def load(args: Args, dataset: str) -> Data:
     """A tokeniser, made from the training text; token ids of the training, validation and test texts, (T,) each, and
     their bytes (None: the tokeniser loses some); what samples go on from, (N,). Notes in args which texts they are."""
     with runs.refused(f"--data {args.data}" if args.data else f"--dataset {dataset}"):
@@ -137,7 +138,7 @@ def encode_prompt(tokeniser: dict, prompt: str) -> Tensor:
     return ids
 
 
-def build(args: argparse.Namespace, init: str, seed: int, vocabulary: int) -> GPT:
+def build(args: Args, init: str, seed: int, vocabulary: int) -> GPT:
     """The model of one run with its prior in place. Every init of a seed starts from the same weights, apart
     from what it sets."""
     row = INITS[init]
@@ -183,7 +184,7 @@ def metrics(model: GPT, data: Data, block: int) -> dict:
     return found
 
 
-def print_sample(args: argparse.Namespace, model: GPT, tokeniser: dict, prompt: Tensor) -> None:
+def print_sample(args: Args, model: GPT, tokeniser: dict, prompt: Tensor) -> None:
     """What the model makes of a prompt, token ids (N,)."""
     model.eval()
     prompt, draws = prompt[None].to(model.position.device), runs.generator(0, "sample")
@@ -191,7 +192,7 @@ def print_sample(args: argparse.Namespace, model: GPT, tokeniser: dict, prompt: 
     print(text.decode(tokeniser, ids[0].cpu()))
 
 
-def print_table(common: argparse.Namespace, args_of: dict[str, argparse.Namespace], results: list[dict]) -> None:
+def print_table(common: Args, args_of: dict[str, Args], results: list[dict]) -> None:
     """This run, and beside it, at the paper's settings, its Table 6."""
     rows = []
     for task, init in itertools.product(args_of, common.inits):
@@ -205,29 +206,18 @@ def print_table(common: argparse.Namespace, args_of: dict[str, argparse.Namespac
     print(runs.table(header, rows, optional=2))
 
 
-def plot(common: argparse.Namespace, wanted: list[records.Run], results: list[dict], data: dict[str, Data]) -> None:
-    """Figures: the curves; for each text and each init of the first seed, attention at the start and at the end, a
-    mean over heads and validation blocks, and sigmoid(M) of each head."""
+def plot(common: Args, wanted: list[records.Run], results: list[dict], data: dict[str, Data]) -> None:
+    """Figures: the curves; for each text attention, on validation blocks, and masks before and after the first seed."""
     out = wanted[0].out
     measure, label = ("bits_per_byte", "bits per byte") if common.tokeniser != "word" else ("nll", "nats per token")
     panels = [{"title": task, "ylabel": f"{label}, validation", "lines": pictures.series(results, measure, task=task)}
               for task in data]
     pictures.curves(panels, common.inits, out / "curves.png", columns=len(panels))
     for task, (tokeniser, (_, val, _), _, _) in data.items():
-        attention, openness, rows = [], [], []
-        inputs, _ = next(text.blocks(val, common.block, size=16))
-        for run in (run for run in wanted if (run.task, run.seed) == (task, common.first_seed)):
-            model = build(run.args, run.init, run.seed, text.vocabulary_size(tokeniser))
-            (first, opened), (last, opened_last) = records.start_and_end(run, model, inputs)
-            attention += [maps.mean(dim=(0, 1)) for pair in zip(first, last) for maps in pair]
-            if opened and INITS[run.init].squash:
-                rows += [f"{run.init}, head {head + 1}" for head in range(common.heads)]
-                openness += [mask[head].tril() for head in range(common.heads)
-                             for pair in zip(opened, opened_last) for mask in pair]
-        columns = [f"layer {layer + 1}, {when}" for layer in range(common.depth) for when in ("start", "end")]
-        pictures.grid(common.inits, columns, attention, out / f"attention-{records.short(task)}.png")
-        if rows:
-            pictures.grid(rows, columns, openness, out / f"masks-{records.short(task)}.png")
+        inputs, size = next(text.blocks(val, common.block, size=16))[0], text.vocabulary_size(tokeniser)
+        ends = {run.init: records.start_and_end(run, build(run.args, run.init, run.seed, size), inputs)
+                for run in wanted if (run.task, run.seed) == (task, common.first_seed)}
+        pictures.before_and_after(ends, out, records.short(task))
 
 
 @runs.script

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tinymask import images, inits, mask_priors, parallel, pictures, qk_init, records, runs
 from tinymask.persistence import measures, snapshot
+from tinymask.runs import Args
 from tinymask.transformer import ViT, init_weights, parameter_counts, parameter_groups
 
 DATASETS = ["builtin", "builtin-global", "cifar10", "cifar100", "imagenet100"]
@@ -78,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     return flags
 
 
-def settings(argv: list[str] | None, dataset: str | None) -> argparse.Namespace:
+def settings(argv: list[str] | None, dataset: str | None) -> Args:
     """The flags for one data set (None: what none has of its own): as given, else as its preset has them."""
     presets = PRESETS | {"paper": PRESETS["paper"] | OF_DATASET.get(dataset or "", {})}
     args = runs.parse(parser(), argv, presets, SMOKE)
@@ -93,7 +94,7 @@ def settings(argv: list[str] | None, dataset: str | None) -> argparse.Namespace:
     return args
 
 
-def load(args: argparse.Namespace, dataset: str) -> tuple:
+def load(args: Args, dataset: str) -> tuple:
     """Training images (P, 3, S, S) uint8 and labels (P,), and the same to test. Notes in args which images they are."""
     with runs.refused(f"--dataset {dataset}"):
         folder = Path(args.data_dir)
@@ -110,7 +111,7 @@ def load(args: argparse.Namespace, dataset: str) -> tuple:
         return data
 
 
-def to_input(args: argparse.Namespace, batch: Tensor) -> Tensor:
+def to_input(args: Args, batch: Tensor) -> Tensor:
     """uint8 (B, 3, s, s) -> float (B, 3, S, S), scaled up if S is larger."""
     batch = images.to_float(batch)
     if batch.shape[-1] != args.side:
@@ -118,7 +119,7 @@ def to_input(args: argparse.Namespace, batch: Tensor) -> Tensor:
     return batch
 
 
-def augmented(args: argparse.Namespace, batch: Tensor, labels: Tensor, classes: int,
+def augmented(args: Args, batch: Tensor, labels: Tensor, classes: int,
               generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """A training batch: input (B, 3, S, S) and soft labels (B, C)."""
     if args.augment == "none":
@@ -129,7 +130,7 @@ def augmented(args: argparse.Namespace, batch: Tensor, labels: Tensor, classes: 
 
 
 @torch.no_grad()
-def scores(args: argparse.Namespace, model: torch.nn.Module, x: images.Images, labels: Tensor,
+def scores(args: Args, model: torch.nn.Module, x: images.Images, labels: Tensor,
            device: torch.device) -> dict[str, float]:
     """Top-1 accuracy, a fraction, and mean loss on a whole set; counts on the CPU."""
     model.eval()
@@ -143,8 +144,7 @@ def scores(args: argparse.Namespace, model: torch.nn.Module, x: images.Images, l
     return {"top1": right / len(labels) if math.isfinite(loss) else math.nan, "loss": loss}
 
 
-def build(args: argparse.Namespace, dataset: str, init: str, seed: int,
-          train_images: images.Images) -> tuple[ViT, list[Tensor]]:
+def build(args: Args, dataset: str, init: str, seed: int, train_images: images.Images) -> tuple[ViT, list[Tensor]]:
     """The model of one run with its prior in place, and the supports, one for each layer.
 
     train_images: of them a random sample is what svd is solved on.
@@ -171,7 +171,7 @@ def build(args: argparse.Namespace, dataset: str, init: str, seed: int,
     return model, supports
 
 
-def evaluate_only(args: argparse.Namespace, dataset: str, init: str, data: tuple, device: torch.device) -> None:
+def evaluate_only(args: Args, dataset: str, init: str, data: tuple, device: torch.device) -> None:
     """Print the scores of the checkpoint --eval-only."""
     model, _ = build(args, dataset, init, args.first_seed, data[0])
     shape = ("side", "patch", "dim", "depth", "heads", "pooling", "positions")
@@ -181,7 +181,7 @@ def evaluate_only(args: argparse.Namespace, dataset: str, init: str, data: tuple
     print(f"{dataset} {init}: top-1 {found['top1']:.4f}, loss {found['loss']:.4f} on {len(data[3])} test images")
 
 
-def print_table(common: argparse.Namespace, args_of: dict[str, argparse.Namespace], results: list[dict]) -> None:
+def print_table(common: Args, args_of: dict[str, Args], results: list[dict]) -> None:
     """This run and, at the paper's settings, its Tables 3 and 5."""
     rows = []
     for dataset, init in itertools.product(args_of, common.inits):
@@ -196,36 +196,20 @@ def print_table(common: argparse.Namespace, args_of: dict[str, argparse.Namespac
     print(runs.table(header, rows, optional=1))
 
 
-def plot(common: argparse.Namespace, wanted: list[records.Run], results: list[dict], data: dict[str, tuple]) -> None:
-    """Figures: the curves; for each data set and each init of the first seed, masks and attention at start and end.
-
-    Both are those of one patch in the middle, which looks at itself, its neighbours or elsewhere: a panel
-    has the patches of the image in their places. Attention is a mean over test images.
-    """
-    out, side, skip = wanted[0].out, common.side // common.patch, int(common.pooling == "cls")
-    middle = side // 2 * side + side // 2 + skip
+def plot(common: Args, wanted: list[records.Run], results: list[dict], data: dict[str, tuple]) -> None:
+    """Figures: the curves; for each data set attention, on test images, and masks before and after the first seed."""
+    out = wanted[0].out
     panels: list[dict] = [{"title": dataset, "ylabel": "top-1 accuracy",
                            "lines": pictures.series(results, "top1", task=dataset)} for dataset in data]
     pictures.curves(panels, common.inits, out / "curves.png", columns=len(data))
-    columns = [f"layer {layer}, head {head + 1}\n{when}" for layer in (1, common.depth) for when in ("start", "end")
-               for head in range(common.heads)]
-    for dataset in data:
-        drawn: dict[str, dict] = {"attention": {}, "mask": {}}  # title of a row -> its panels
-        for run in (run for run in wanted if (run.task, run.seed) == (dataset, common.first_seed)):
-            model, _ = build(run.args, dataset, run.init, run.seed, data[dataset][0])
-            ends = records.start_and_end(run, model, probe_of(run.args, data[dataset]))
-            of_layers = {"attention": [[maps.mean(0) for maps in attention] for attention, _ in ends],
-                         "mask": [openness for _, openness in ends if INITS[run.init].squash and openness]}
-            for name, parts in of_layers.items():  # start, end -> layer: (H, N, N)
-                if parts:
-                    drawn[name][run.init] = [head[middle, skip:].unflatten(0, (side, side)) for layer in (0, -1)
-                                             for part in parts for head in part[layer]]
-        for name, rows in drawn.items():
-            if rows:
-                pictures.grid(list(rows), columns, list(itertools.chain(*rows.values())), out / f"{name}-{dataset}.png")
+    for dataset, (x, *_) in data.items():
+        ends = {run.init: records.start_and_end(run, build(run.args, dataset, run.init, run.seed, x)[0],
+                                                probe_of(run.args, data[dataset]))
+                for run in wanted if (run.task, run.seed) == (dataset, common.first_seed)}
+        pictures.before_and_after(ends, out, dataset)
 
 
-def probe_of(args: argparse.Namespace, data: tuple) -> Tensor:
+def probe_of(args: Args, data: tuple) -> Tensor:
     """The test images on which attention is looked at, a random choice that is the same in every run."""
     return to_input(args, images.sample(data[2], PROBE, runs.generator(0, "probe")))
 

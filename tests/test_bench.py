@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from tinymask import GPT, bench, init_weights, masks
+from tinymask import GPT, bench, masks
 from tinymask.transformer import Transformer
 
 pytestmark = pytest.mark.attention
@@ -12,23 +12,21 @@ def test_a_step_trains_the_mask_and_nothing_differs_but_the_mask(monkeypatch):
     made = []
     monkeypatch.setattr(bench, "Transformer", lambda **sizes: made.append(Transformer(**sizes)) or made[-1])
     for masked in (False, True):
-        bench.training_step((2, 5, 8, 2, 2), masked)()
+        bench.transformer_step((2, 5, 8, 2, 2), masked)()
     plain, masked = (dict(model.named_parameters()) for model in made)
     assert set(masked) - set(plain) == {f"blocks.{layer}.attention.mask" for layer in (0, 1)}
     assert all(mask.shape == (5, 5) and mask.grad.abs().sum() > 0 for mask in masks(made[1]).values())
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_library_s_model_computes_the_same(masked):
-    draws = torch.Generator().manual_seed(0)
-    model = init_weights(GPT(vocabulary=7, block=6, dim=8, depth=2, heads=2), draws)
-    if masked:
-        bench.set_masks(model, (2, 6, 6), draws)
-    ids = torch.randint(7, (3, 6), generator=draws)
-    ours = model(ids)
-    for block in model.transformer.blocks:
-        block.attention = bench.LibraryAttention(block.attention)
-    torch.testing.assert_close(model(ids), ours)
+def test_the_library_s_model_computes_the_same(masked, monkeypatch):
+    made = []
+    monkeypatch.setattr(bench, "GPT", lambda **sizes: made.append(GPT(**sizes)) or made[-1])
+    for library in (False, True):
+        bench.language_step(2, 6, masked, library)
+    ids = torch.randint(256, (3, 6), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(made[0](ids), made[1](ids))
+    assert [len(masks(model)) > 0 for model in made] == [masked] * 2 and "layer.query" in str(made[1].state_dict())
 
 
 def test_tables(capsys, monkeypatch):

@@ -60,16 +60,19 @@ def test_curves_draw_means_and_standard_deviations(saved):
     assert {text.get_text() for text in saved[0].legends[0].get_texts()} == {"mask", "svd", "new"}
 
 
-def test_grids_and_dots(saved):
+def test_grids_and_what_they_show_of_a_prior(saved, tmp_path):
     pictures.grid(["r", "s"], ["c", "d"], [torch.full((2, 2), value / 4) for value in range(4)], "")
     assert [(ax.get_title(), ax.get_ylabel()) for ax in saved[0].axes] == [("c", "r"), ("d", ""), ("", "s"), ("", "")]
     assert [ax.images[0].get_array().max() for ax in saved[0].axes] == [0, 0.25, 0.5, 0.75]
     assert all(ax.images[0].get_clim() == (0, 1) and ax.images[0].cmap.name == "Greys" for ax in saved[0].axes)
-    groups: list = [("here", {("t", "svd"): [0.5, None], ("u", "mask"): [3]}), ("there", {("t", "mask"): [0.0]})]
-    pictures.dots(groups, ["svd", "mask"], ["t", "u"], "")
-    drawn = [[dots.get_xydata().tolist() for dots in ax.get_lines()[:2]] for ax in saved[1].axes]
-    assert saved[1].get_size_inches().tolist() == [9.6, 6.2]
-    assert drawn == [[[[-0.11, 0.5]], [[1.11, 1e-4]]], [[], [[0.11, 3]]]]
+    maps = [torch.full((3, 2, 2, 2), value / 8) for value in range(4)]  # layers 1 and 2, start and end
+    masks = [torch.eye(2)] * 2, [torch.zeros(2, 2), torch.ones(2, 2, 2)]
+    ends = {"svd": [(maps[:2], []), (maps[2:], [])], "mask": [(maps[:2], masks[0]), (maps[2:], masks[1])]}
+    pictures.before_and_after(ends, tmp_path, "x")
+    attention, openness = ([ax.images[0].get_array().mean() for ax in figure.axes] for figure in saved[1:])
+    assert attention == [0, 2 / 8, 1 / 8, 3 / 8] * 2 and openness == [0.5, 0, 0.5, 1] * 2  # start, end of each layer
+    assert [ax.get_ylabel() for ax in saved[2].axes[::4]] == ["mask, head 1", "mask, head 2"]
+    assert saved[2].axes[1].get_title() == "layer 1, end"
 
 
 def test_a_new_init_has_a_colour_of_its_own_in_every_figure():

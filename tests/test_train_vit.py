@@ -255,7 +255,7 @@ def test_few_tokens_are_said(tmp_path, capsys):
 def test_plot(pooling, tmp_path):
     pytest.importorskip("matplotlib")
     run(tmp_path, "mask", "--plot", "--pooling", pooling)
-    assert {"curves.png", "attention-builtin.png", "mask-builtin.png"} <= {path.name for path in tmp_path.iterdir()}
+    assert {"curves.png", "attention-builtin.png", "masks-builtin.png"} <= {path.name for path in tmp_path.iterdir()}
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="gloo under torchrun")

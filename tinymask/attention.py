@@ -54,12 +54,11 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
                      return_attention: bool = False, squash: bool = True) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention with the bias log sigmoid(mask) on its logits.
 
-    query, key, value: (B, H, N, Dh). mask: (N, N) or (H, N, N), floating point, any real number; it is a logit, not
-    a probability, and a boolean mask is refused. Entry -inf removes a pair for good (a hard mask); a row without any
-    finite entry gives NaN, which `MaskedAttention.set_mask` refuses. causal: row i sees columns 0..i only.
-    squash=False adds mask itself, a plain bias, for comparison. Where keys come from another sequence than queries,
-    mask is (N_query, N_key).
-    Returns (B, H, N, Dh), and with return_attention also the weights (B, H, N, N), rows summing to 1.
+    query, key, value: (B, H, N, Dh). mask: (N, N) or (H, N, N), floating point, any real number; it is a logit, not a
+    probability, and a boolean mask is refused. Entry -inf removes a pair for good (a hard mask); a row without any
+    finite entry gives NaN, which `MaskedAttention.set_mask` refuses. causal: row i sees columns 0..i only. squash=False
+    adds mask itself, a plain bias, for comparison. Where keys come from another sequence than queries, mask is
+    (N_query, N_key). Returns (B, H, N, Dh), and with return_attention also the weights (B, H, N, N), rows summing to 1.
     Raises ValueError for a mask of the wrong shape or kind.
     """
     if mask is not None:

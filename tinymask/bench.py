@@ -1,11 +1,10 @@
 """What a mask costs: `python -m tinymask.bench`, speeds as ratios measured in one run.
 
-First table: one training step (forward, backward, Adam) of a transformer with masks and of the same one without, in
-turn, so that both meet the same machine; the overhead is the ratio of the two times minus one, the median over pairs
-of steps and its quartiles. Memory is what the resident set of a new process grows by at most over three steps. Sizes:
-the Boolean section's, and 64, 196 and 256 tokens at the width of ViT-Tiny. Second table: the small language model with
-a mask for each head, against the same model with `F.scaled_dot_product_attention` in place of our formula: with the
-same masks, and without any, where torch has a fused kernel.
+First table: a training step of a transformer with masks and of the same one without, in turn, so that both meet the
+same machine; the overhead is the ratio of the two times minus one, its median and quartiles. Memory is what the
+resident set of a new process grows by at most over three steps. Second table: the small language model with a mask for
+each head, against the same model with `F.scaled_dot_product_attention` in place of our formula: with the same masks,
+and without any, where torch has a fused kernel.
 """
 import argparse
 import functools
@@ -23,7 +22,7 @@ from tqdm import tqdm
 
 from tinymask import records, runs
 from tinymask.attention import MaskedAttention
-from tinymask.transformer import GPT, Transformer, init_weights, parameter_groups
+from tinymask.transformer import GPT, Block, Transformer, init_weights, parameter_groups
 
 SIZES = [  # batch, tokens, dim, depth, heads
     (128, 15, 48, 2, 3), (16, 64, 192, 2, 3), (64, 64, 192, 2, 3), (16, 196, 192, 2, 3), (16, 256, 192, 2, 3)]
@@ -49,40 +48,17 @@ class LibraryAttention(nn.Module):
         return layer.out(output.transpose(1, 2).flatten(2))
 
 
-def training_step(size: tuple, masked: bool) -> Callable[[], None]:
-    """A function that does one training step of a transformer of this size, masked or plain."""
+def training_step(model: nn.Module, loss: Callable[[], Tensor], shape: tuple | None = None,
+                  library: bool = False) -> Callable[[], None]:
+    """A function that does one training step of a model down a loss. shape: of a random mask in every layer; library:
+    with `LibraryAttention`."""
     generator = runs.generator(0, "bench")
-    batch, tokens, dim, depth, heads = size
-    model = init_weights(Transformer(dim=dim, depth=depth, heads=heads), generator)
-    if masked:
-        set_masks(model, (tokens, tokens), generator)
-    x = torch.randn(batch, tokens, dim, generator=generator)
-    return step_of(model, lambda: model(x).square().mean())
-
-
-def language_step(batch: int, block: int, masked: bool, library: bool) -> Callable[[], None]:
-    """The same for the small model of train_lm.py: bytes, width 96, 3 layers, 4 heads of 24, a mask for each head."""
-    generator = runs.generator(0, "bench")
-    model = GPT(vocabulary=256, block=block, dim=96, depth=3, heads=4, head_dim=24)
     init_weights(model, generator)
-    if masked:
-        set_masks(model, (4, block, block), generator)
-    if library:
-        for layer in model.transformer.blocks:
-            layer.attention = LibraryAttention(layer.attention)
-    ids = torch.randint(256, (batch, block), generator=generator)
-    return step_of(model, lambda: F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()))
-
-
-def set_masks(model: nn.Module, shape: tuple, generator: torch.Generator) -> None:
-    """A random mask of this shape in every layer."""
-    for layer in model.modules():
-        if isinstance(layer, MaskedAttention):
-            layer.set_mask(torch.randn(shape, generator=generator))
-
-
-def step_of(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
-    """A function that takes one Adam step down the loss, a function too."""
+    for block in [block for block in model.modules() if isinstance(block, Block)]:
+        if shape:
+            block.attention.set_mask(torch.randn(shape, generator=generator))
+        if library:
+            block.attention = LibraryAttention(block.attention)  # type: ignore[assignment]
     optimizer = torch.optim.Adam(parameter_groups(model, lr=1e-4, mask_lr=1e-4, weight_decay=0.0))
 
     def step() -> None:
@@ -93,11 +69,26 @@ def step_of(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
     return step
 
 
+def transformer_step(size: tuple, masked: bool) -> Callable[[], None]:
+    """A step of a transformer of this size, masked or plain."""
+    batch, tokens, dim, depth, heads = size
+    model, x = Transformer(dim=dim, depth=depth, heads=heads), torch.rand(batch, tokens, dim)
+    return training_step(model, lambda: model(x).square().mean(), (tokens, tokens) if masked else None)
+
+
+def language_step(batch: int, block: int, masked: bool, library: bool) -> Callable[[], None]:
+    """A step of the small model of train_lm.py: bytes, width 96, 3 layers, 4 heads of 24, a mask for each head."""
+    model = GPT(vocabulary=256, block=block, dim=96, depth=3, heads=4, head_dim=24)
+    ids = torch.randint(256, (batch, block))
+    return training_step(model, lambda: F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()),
+                         (4, block, block) if masked else None, library)
+
+
 def peak_mb(size: tuple, masked: bool) -> float:
     """Growth of the peak resident set over three steps, in MB; for a process of its own. 0 on Windows."""
-    training_step((1, 2, 4, 1, 1), masked)()  # what the libraries load at the first step
+    transformer_step((1, 2, 4, 1, 1), masked)()  # what the libraries load at the first step
     before = records.peak_rss_mb() or 0.0
-    step = training_step(size, masked)
+    step = transformer_step(size, masked)
     for _ in range(3):
         step()
     return (records.peak_rss_mb() or 0.0) - before
@@ -135,7 +126,7 @@ def main(argv: list[str] | None = None) -> list:
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {args.repeats} rounds of steps a size")
     rows = []
     for size in tqdm(SIZES, desc="masked against plain", disable=None, leave=False):
-        plain, masked = times([training_step(size, masked) for masked in (False, True)], args.repeats)
+        plain, masked = times([transformer_step(size, masked) for masked in (False, True)], args.repeats)
         low, middle, high = (100 * (q - 1) for q in statistics.quantiles((b / a for a, b in zip(plain, masked)), n=4))
         rows.append([*size[:2], f"{1e3 * statistics.median(plain):.1f}", f"{middle:+.1f} %",
                      f"{low:+.1f} to {high:+.1f} %", *(f"{mb:.0f}" for mb in memory(size))])

@@ -96,10 +96,9 @@ def cyclic3_support(tokens: int, depth: int, heads: int) -> list[Tensor]:
 def threesym_support(tokens: int, depth: int, heads: int) -> list[Tensor]:
     """ThreeSym, three weighted products of x0, x1, x2: head h has pair h, whose two tokens look at each other.
 
-    Opened (1): the three pairs, told apart by the head (3). Closed (2): every other meeting of bits; the
-    other tokens, and all tokens in later layers, look at themselves. Rows 0 to 2 still see all three bits,
-    and with them the shortcut (on the seen part a product equals the third bit). Raises ValueError for
-    fewer than 3 heads.
+    Opened (1): the three pairs, told apart by the head (3). Closed (2): every other meeting of bits; the other tokens,
+    and all tokens in later layers, look at themselves. Rows 0 to 2 still see all three bits, and with them the shortcut
+    (on the seen part a product equals the third bit). Raises ValueError for fewer than 3 heads.
 
     >>> print(draw(threesym_support(4, depth=1, heads=3)[0]))
     . # . .   # . . .   . . # .
@@ -198,10 +197,9 @@ def multiplication_support(digits: int, depth: int, heads: int, reverse: bool = 
 def addition_sequence_support(digits: int, depth: int, heads: int, reverse: bool = False) -> list[Tensor]:
     """Autoregressive addition, a + b = answer: b_k looks at a_k, an answer at the b of its significance and below.
 
-    Every layer has the same: one layer brings the pairs together, the next ones collect what decides a
-    digit, its own pair and the carries below. The row that gives a digit is that of the token before it.
-    All other rows, and these too, look at themselves. reverse: the answer's lowest digit comes first.
-    Raises ValueError for fewer than 2 layers.
+    Every layer has the same: one layer brings the pairs together, the next ones collect what decides a digit, its own
+    pair and the carries below. The row that gives a digit is that of the token before it. All other rows, and these
+    too, look at themselves. reverse: the answer's lowest digit comes first. Raises ValueError for fewer than 2 layers.
 
     >>> print(draw(addition_sequence_support(2, depth=2, heads=1)[0]))  # a1 a0 + b1 b0 = c2 c1
     # . . . . . . .

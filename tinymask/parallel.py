@@ -23,21 +23,16 @@ def start(name: str, batch_size: int) -> tuple[int, int, torch.device]:
     if not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys() or os.environ["WORLD_SIZE"] == "1":
         return 0, 1, runs.pick_device(name)
     try:
-        rank, local, world = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-        if not (0 <= rank < world and local >= 0):
-            raise ValueError(f"rank {rank} of {world}")
-    except ValueError as error:
-        runs.fail(f"RANK, LOCAL_RANK, WORLD_SIZE in the environment, which torchrun sets: {error}")
-    if batch_size % world:
-        runs.fail(f"--batch-size {batch_size} is not a multiple of {world} processes")
-    cuda = runs.pick_device(name).type == "cuda"
-    device = runs.pick_device(f"cuda:{local}" if cuda else "cpu")
-    if not dist.is_initialized():
-        patience = datetime.timedelta(hours=12)  # the others wait while the first decodes or downloads
-        try:
+        local, world = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+        if batch_size % world:
+            runs.fail(f"--batch-size {batch_size} is not a multiple of {world} processes")
+        cuda = runs.pick_device(name).type == "cuda"
+        device = runs.pick_device(f"cuda:{local}" if cuda else "cpu")
+        if not dist.is_initialized():
+            patience = datetime.timedelta(hours=12)  # the others wait while the first downloads
             dist.init_process_group("nccl" if cuda else "gloo", timeout=patience)
-        except (ValueError, RuntimeError) as error:
-            runs.fail(f"torchrun: {runs.first_line(error)}")
+    except (ArithmeticError, ValueError, RuntimeError) as error:
+        runs.fail(f"torchrun's RANK, LOCAL_RANK, WORLD_SIZE in the environment: {runs.first_line(error)}")
     return dist.get_rank(), world, device
 
 

@@ -12,6 +12,7 @@ import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import ModuleType
 
 import numpy
@@ -81,7 +82,7 @@ def curves(panels: list[dict], inits: Sequence[str], path: str | os.PathLike, co
     and so are steps that not all seeds have; title, ylabel, xlabel ("step"), ylim. With points=True, x are fractions on
     a logarithmic axis, each drawn for itself, a dot and a bar, from the seeds that have it.
     """
-    with _drawing(path, -(-len(panels) // columns), columns, 4.0, 3.2) as (figure, axes):
+    with drawing(path, -(-len(panels) // columns), columns, 4.0, 3.2) as (figure, axes):
         for panel, ax in zip(itertools.chain(panels, itertools.repeat({})), axes.flat):
             ax.set_visible(bool(panel))
             lines, points = panel.get("lines", {}), panel.get("points", False)
@@ -107,12 +108,31 @@ def curves(panels: list[dict], inits: Sequence[str], path: str | os.PathLike, co
                       ncols=int(figure.get_figwidth() / 1.4))
 
 
+def before_and_after(ends: dict[str, list], folder: Path, name: str) -> None:
+    """What training makes of a prior, in two figures. ends: init -> two of `records.start_and_end`, start and end.
+
+    folder/attention-<name>.png: attention of each layer, a mean over inputs and heads, one row an init.
+    folder/masks-<name>.png: sigmoid(M) of each layer, one row a head of an init that has log sigmoid(M).
+    """
+    rows, attention, openness = [], [], []
+    for init, ((first, opened), (last, closed)) in ends.items():
+        columns = [f"layer {layer + 1}, {when}" for layer in range(len(first)) for when in ("start", "end")]
+        attention += [maps.mean(dim=(0, 1)) for pair in zip(first, last) for maps in pair]
+        masks = [mask.expand(first[0].shape[1:]) for pair in zip(opened, closed) for mask in pair]  # (H, N, N) each
+        for head in range(first[0].shape[1] if masks else 0):
+            rows.append(f"{init}, head {head + 1}")
+            openness += [mask[head] for mask in masks]
+    grid(list(ends), columns, attention, folder / f"attention-{name}.png")
+    if rows:
+        grid(rows, columns, openness, folder / f"masks-{name}.png")
+
+
 def grid(rows: Sequence[str], columns: Sequence[str], images: Sequence[Tensor], path: str | os.PathLike) -> None:
     """Matrices as a grid of grey panels, 0 white and 1 black: masks per head, attention before and after.
 
     rows, columns: their titles. images: one tensor (N, N) for each panel, row by row.
     """
-    with _drawing(path, len(rows), len(columns), 1.7, 1.75) as (_, axes):
+    with drawing(path, len(rows), len(columns), 1.7, 1.75) as (_, axes):
         for ax, image in zip(axes.flat, images):
             ax.set(xticks=[], yticks=[])
             ax.imshow(image.numpy(), cmap="Greys", vmin=0, vmax=1, interpolation="nearest")
@@ -120,27 +140,6 @@ def grid(rows: Sequence[str], columns: Sequence[str], images: Sequence[Tensor], 
             ax.set_title(title, fontsize=10)
         for ax, title in zip(axes[:, 0], rows):
             ax.set_ylabel(title, fontsize=10)
-
-
-def dots(groups: list[tuple[str, dict]], inits: Sequence[str], titles: Sequence[str], path: str | os.PathLike) -> None:
-    """Where the claim holds: one panel a task, one place on its axis a setting, one dot a run, inits side by side.
-
-    groups: list of (setting, {(task, init): errors, one for each seed, None where it diverged}). The error is on a
-    logarithmic axis, with 0.0001 for whatever is below.
-    """
-    with _drawing(path, len(titles), 1, 9, 2.9, sharex=True) as (_, axes):
-        for ax, task in zip(axes.flat, titles):
-            for shift, init in enumerate(inits):
-                runs = [(place + 0.22 * (shift - (len(inits) - 1) / 2), max(error, 1e-4))
-                        for place, (_, errors) in enumerate(groups) for error in errors.get((task, init), [])
-                        if error is not None]
-                ax.plot(*numpy.reshape(runs, (-1, 2)).T, "o", color=colour(init, inits), label=init, markersize=4.5,
-                        alpha=0.75, markeredgewidth=0)
-            ax.set(yscale="log", title=task, ylabel="mean squared error", xlim=(-0.6, len(groups) - 0.4))
-            for place in range(len(groups) - 1):
-                ax.axvline(place + 0.5, color="#dddddd", linewidth=0.6)
-        ax.set_xticks(range(len(groups)), [setting for setting, _ in groups], rotation=60, ha="right", fontsize=8)
-        axes[0, 0].legend(frameon=False, ncols=len(inits), loc="lower right", bbox_to_anchor=(1, 1))
 
 
 def _mean_std(pairs: list, points: bool) -> tuple:
@@ -153,7 +152,7 @@ def _mean_std(pairs: list, points: bool) -> tuple:
 
 
 @contextlib.contextmanager
-def _drawing(path: str | os.PathLike, rows: int, columns: int, width: float, height: float, **axes) -> Iterator[tuple]:
+def drawing(path: str | os.PathLike, rows: int, columns: int, width: float, height: float, **axes) -> Iterator[tuple]:
     """A figure and its axes, (rows, columns), each width x height inches; saved to path at the end."""
     matplotlib = require()
     with matplotlib.style.context("default"), warnings.catch_warnings():

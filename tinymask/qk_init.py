@@ -4,11 +4,10 @@ A support says where row i may look; here W_Q and W_K are chosen so that softmax
 looks there at initialisation. Training may then do with them what it likes, which is the point of the
 comparison: a mask keeps the structure apart from the content, these do not.
 
-To be a fair rival the pattern must really be there at step 0, in every layer. The published methods solve
-for it on position codes alone (svd: arXiv 2505.19985; opt: arXiv 2401.12511, 2404.01139), but what a layer
-reads is a sum of token and position, normalised, and further down the output of other layers. So `svd` and
-`opt` here take the inputs X that the layer really sees, on a batch of the task's own points; `impulse` and
-`mimetic` are as published.
+To be a fair rival the pattern must really be there at step 0, in every layer. The published methods solve for it on
+position codes alone (svd: arXiv 2505.19985; opt: arXiv 2401.12511, 2404.01139), but what a layer reads is a sum of
+token and position, normalised, and further down the output of other layers. So `svd` and `opt` here take the inputs X
+that the layer really sees, on a batch of the task's own points; `impulse` and `mimetic` are as published.
 
 Shapes: B batch, N tokens, D width, H heads, Dh head width. The paper's symbols: its W_Q and W_K, (D, d) for a
 head, are transposed slices of `attention.query.weight` and `attention.key.weight`, its d is Dh, its X is x.
@@ -40,22 +39,16 @@ def position_decoder(x: Tensor, ridge: float = 0.0) -> Tensor:
     rows = x.double().flatten(0, 1)  # (B*N, D)
     if ridge == 0:
         return torch.linalg.pinv(rows, rtol=1e-5) @ position  # (D, B*N) @ (B*N, N)
-    return torch.linalg.solve(_ridged(rows, ridge), rows.T @ position)
-
-
-def _ridged(rows: Tensor, ridge: float) -> Tensor:
-    """X^T X with the ridge on its diagonal, (D, D)."""
     gram = rows.T @ rows
-    return gram + ridge * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    gram.diagonal().add_(ridge * gram.diagonal().mean())
+    return torch.linalg.solve(gram, rows.T @ position)
 
 
-def svd(attention: MaskedAttention, x: Tensor, support: Tensor, gap: float = 10.0,
-        ridge: float = 0.0) -> None:
+def svd(attention: MaskedAttention, x: Tensor, support: Tensor, gap: float = 10.0, ridge: float = 0.0) -> None:
     """Closed form: solve for W_Q W_K^T on the positions, then a truncated SVD.
 
-    attention: the MaskedAttention to write to. x: (B, N, D), its inputs. support: (N, N) or (H, N, N).
-    gap: difference in logits between open and closed pairs; 10 is what the mask's +10 / -10 makes. ridge: see
-    `position_decoder`.
+    attention: the MaskedAttention to write to. x: (B, N, D), its inputs. support: (N, N) or (H, N, N). gap: difference
+    in logits between open and closed pairs; 10 is what the mask's +10 / -10 makes. ridge: see `position_decoder`.
 
         W_Q W_K^T = sqrt(d) P S P^T,   S = gap * support, its rows centred (softmax ignores the mean)
 
@@ -155,9 +148,8 @@ def impulse(attention: MaskedAttention, positions: Tensor, support: Tensor, norm
 def apply_layerwise(method: Callable[..., None], model: Any, inputs: Tensor, supports: list[Tensor]) -> None:
     """Set query and key of every layer of a model by `svd` or `opt`, first layer first.
 
-    Each layer is solved on what the layers before it, already set, make of inputs: token ids (B, N), or
-    images (B, 3, S, S) for a ViT; without dropout and drop path. supports: one for each layer. Nothing else
-    in the model changes.
+    Each layer is solved on what the layers before it, already set, make of inputs: token ids (B, N), or images (B, 3,
+    S, S) for a ViT; without dropout and drop path. supports: one for each layer. Nothing else in the model changes.
     """
     training = model.training
     model.eval()
@@ -168,18 +160,6 @@ def apply_layerwise(method: Callable[..., None], model: Any, inputs: Tensor, sup
         with torch.no_grad():
             x = block(x)
     model.train(training)
-
-
-@torch.no_grad()
-def conditions(model: Any, inputs: Tensor, ridge: float) -> list[float]:
-    """Condition number of what `svd` and `opt` solve with in each layer: the ratio of the extreme eigenvalues."""
-    training, x, found = model.training, model.eval().embed(inputs), []
-    for block in model.transformer.blocks:
-        rows = block.norm1(x).double().flatten(0, 1)
-        found.append(torch.linalg.cond(_ridged(rows, ridge)).item())
-        x = block(x)
-    model.train(training)
-    return found
 
 
 def _write(attention: MaskedAttention, query: Tensor, key: Tensor) -> None:

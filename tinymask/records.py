@@ -4,7 +4,6 @@ A script writes out its loop; this file says which runs are left (`runs_left`), 
 curve (`add_point`) and the result line (`finish`), strict JSON, appended when a run is complete. A checkpoint holds
 only tensors, numbers, strings, lists and dicts; it is written beside its place and moved there.
 """
-import argparse
 import contextlib
 import dataclasses
 import hashlib
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from tinymask import __version__, runs
+from tinymask.attention import MaskedAttention
 from tinymask.persistence import snapshot
 
 # flags that choose which runs are made, or where; a run is the same run whatever they say
@@ -45,7 +45,7 @@ class Run:
     task: str
     init: str
     seed: int
-    args: argparse.Namespace
+    args: runs.Args
     out: Path
     device: torch.device
     rank: int = 0  # of this process, under torchrun
@@ -72,7 +72,7 @@ class Run:
 # -- the loop's bookkeeping -------------------------------------------------------------------
 
 
-def wanted(script: str, args_of: Iterable[tuple[str, argparse.Namespace]], out: Path, device: torch.device,
+def wanted(script: str, args_of: Iterable[tuple[str, runs.Args]], out: Path, device: torch.device,
            rank: int = 0) -> list[Run]:
     """The runs that a command line asks for, in order. args_of: the flags of each task."""
     return [Run(script, task, init, seed, args, out, device, rank) for task, args in args_of
@@ -176,7 +176,7 @@ def of_the_run(config: dict) -> dict:
     return {name: value for name, value in config.items() if name not in NOT_OF_THE_RUN}
 
 
-def same_settings(args: argparse.Namespace, preset: argparse.Namespace) -> bool:
+def same_settings(args: runs.Args, preset: runs.Args) -> bool:
     """Whether a run has the settings of a preset, whatever the precision and the data's fingerprint."""
     wanted = of_the_run(vars(preset))
     return all(vars(args)[name] == value for name, value in wanted.items() if name != "bf16")
@@ -343,8 +343,11 @@ def restore(path: Path, model: nn.Module, wanted: dict, flag: str = "") -> None:
 def start_and_end(run: Run, model: nn.Module, inputs: Tensor) -> list[tuple[list[Tensor], list[Tensor]]]:
     """What a new model attends to, and the same with the weights of the finished run, for figures.
 
-    Two pairs (attention, openness): lists of (B, H, N, N) and of sigmoid(M), (N, N) or (H, N, N), one a layer.
+    Two pairs (attention, openness): lists of (B, H, N, N), one a layer, and of sigmoid(M), (N, N) or (H, N, N), one a
+    layer that has log sigmoid(M).
     """
-    start = snapshot(model, inputs)
+    start, layers = snapshot(model, inputs), [m for m in model.modules() if isinstance(m, MaskedAttention)]
     restore(run.checkpoint, model, description(run))
-    return [(maps, [logits.sigmoid() for logits in masks]) for maps, masks, _ in (start, snapshot(model, inputs))]
+    shown = [layer.squash for layer in layers if layer.mask is not None]
+    return [(maps, [logits.sigmoid() for logits, squash in zip(masks, shown) if squash])
+            for maps, masks, _ in (start, snapshot(model, inputs))]

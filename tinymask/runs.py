@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+Args = argparse.Namespace  # the flags of a command line
 _signals: list[int] = []  # that asked to stop: SIGINT (Ctrl-C) or SIGTERM
 _open_folders: list[Path] = []  # of --out: from then on there is something to save
 
@@ -118,7 +119,7 @@ def describe_presets(flags: argparse.ArgumentParser, presets: dict) -> None:
         flags.epilog = f"{flags.epilog}preset {name}: {values}\n"
 
 
-def parse(flags: argparse.ArgumentParser, argv: list[str] | None, presets: dict, smoke: dict) -> argparse.Namespace:
+def parse(flags: argparse.ArgumentParser, argv: list[str] | None, presets: dict, smoke: dict) -> Args:
     """Parse argv; flags not given take the preset's value, and `smoke`'s with --smoke."""
     args = flags.parse_args(argv)
     for name, value in (presets[args.preset] | (smoke if args.smoke else {})).items():

@@ -4,10 +4,9 @@ One attention row, with query q, keys k_1 ... k_N and mask logits m_1 ... m_N (p
 
     p = softmax(z),   z_j = q . k_j / sqrt(d) + log sigmoid(m_j)
 
-Changing z_j changes p_i by p_i (delta_ij - p_j), and the chain rule does the rest. What reaches q and k
-carries their norms as a factor; what reaches m carries sigmoid(-m) <= 1, which saturates where the prior
-is open, while p_j is small where it is closed: the mask's gradient is small at both ends. (A step of SGD then
-is, too. Adam divides that size out.)
+Changing z_j changes p_i by p_i (delta_ij - p_j), and the chain rule does the rest. What reaches q and k carries their
+norms as a factor; what reaches m carries sigmoid(-m) <= 1, which saturates where the prior is open, while p_j is small
+where it is closed: the mask's gradient is small at both ends. (A step of SGD then is, too. Adam divides that size out.)
 
 Everything here is written for one row, so that it can be read beside the paper, and every function is
 checked against autograd in the tests. Symbols are the paper's. Shapes: N keys, d head width; q (d,), k (N, d),

@@ -78,10 +78,9 @@ class Transformer(nn.Module):
 class Encoder(nn.Module):
     """Bits or digits in, `outputs` numbers out: (B, N) token ids, N = tokens -> (B, outputs).
 
-    pooling "mean" averages the tokens after the last norm; "cls" puts a learned token in front (the
-    sequence is then N + 1 long, and so is the mask) and reads that one; "none" reads each token, and the
-    output is (B, N, outputs). Other arguments as in `Transformer`.
-    Raises ValueError for another pooling, and for an input of another length.
+    pooling "mean" averages the tokens after the last norm; "cls" puts a learned token in front (the sequence is then N
+    + 1 long, and so is the mask) and reads that one; "none" reads each token, and the output is (B, N, outputs). Other
+    arguments as in `Transformer`. Raises ValueError for another pooling, and for an input of another length.
     """
 
     def __init__(self, *, vocabulary: int, tokens: int, outputs: int, dim: int, depth: int, heads: int,
@@ -115,11 +114,10 @@ class Encoder(nn.Module):
 class ViT(nn.Module):
     """A vision transformer (arXiv 2010.11929): images (B, 3, S, S) -> class scores (B, classes).
 
-    side S and patch: pixels; the image is cut into (S / patch)^2 tokens, row by row. pooling "mean" or
-    "cls" (a learned token in front, with a position of its own). positions "learned", or "sincos", fixed.
-    ViT-Tiny is dim 192, depth 12, heads 3, patch 16 at 224. Raises ValueError for a side that patch does
-    not divide, a dim that heads (with sincos: 4) does not divide, another pooling, other positions, and an image
-    of another size.
+    side S and patch: pixels; the image is cut into (S / patch)^2 tokens, row by row. pooling "mean" or "cls" (a learned
+    token in front, with a position of its own). positions "learned", or "sincos", fixed. ViT-Tiny is dim 192, depth 12,
+    heads 3, patch 16 at 224. Raises ValueError for a side that patch does not divide, a dim that heads (with sincos: 4)
+    does not divide, another pooling, other positions, and an image of another size.
     """
 
     def __init__(self, *, side: int, patch: int, classes: int, dim: int = 192, depth: int = 12, heads: int = 3,
