@@ -197,3 +197,27 @@ def test_a_damaged_zip_is_one_line(tmp_path):
             refused += 1
             assert "fetch it again" in str(error) and "\n" not in str(error)
     assert refused > 10  # of 15; damage to a field that nobody reads is none
+
+
+def test_line_ends_are_one_whatever_wrote_them(tmp_path):
+    """CR LF and a lone CR are read as LF, also where a file is cut between the two; bytes are those of what is read."""
+    unix = "one\ntwo\n\nthree é\n" * 20
+    for ends in ("\r\n", "\r"):
+        path = tmp_path / "x.txt"
+        path.write_bytes(unix.replace("\n", ends).encode())
+        assert text.read(path) == unix and "".join(text.load_file(path)) == unix
+    path.write_bytes(b"ab\r\ncd")
+    assert text.read(path, 3) == "ab\n"
+
+
+def test_words_of_scripts_with_combining_marks_are_whole():
+    assert text.pieces("word", "नमस्ते दुनिया, cafe\u0301 میخواهم\u200cی") == [
+        "नमस्ते", "दुनिया", ",", "cafe\u0301", "میخواهم\u200cی"]
+    assert text.pieces("word", "a <unk> b<|endoftext|>c <x>") == [
+        "a", "<unk>", "b", "<|endoftext|>", "c", "<", "x", ">"]
+
+
+def test_a_file_whose_name_is_no_text_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="is missing") as error:
+        text.load_file(tmp_path / "\udcff.txt")
+    assert str(error.value).encode("ascii", "backslashreplace").endswith(b"udcff.txt is missing")
