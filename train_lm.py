@@ -127,7 +127,7 @@ def encode_prompt(tokeniser: dict, prompt: str) -> Tensor:
     """Token ids of what a text is to go on from, (N,). Raises ValueError for unknown words, no token, or no UTF-8."""
     prompt = os.fsencode(prompt).decode()  # whatever the locale made of it
     if "types" in tokeniser:
-        unknown = set(text.pieces(tokeniser["kind"], prompt)) - set(tokeniser["types"]) - {text.END}
+        unknown = set(text.pieces(tokeniser["kind"], prompt)) - set(tokeniser["types"])
         if unknown:
             raise ValueError(f"not in the vocabulary: {' '.join(sorted(unknown))}")
     ids = text.encode(tokeniser, prompt)

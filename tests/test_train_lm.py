@@ -166,12 +166,13 @@ def test_words(book, tmp_path, capsys):
     assert set(checkpoint(tmp_path)["tokeniser"]["types"]) == {"<unk>", *PARTS[0].split()}
     assert metrics["bits_per_byte"] is None is metrics["val_bits_per_byte"]
     assert metrics["unknown"] == pytest.approx(2 / 3) and metrics["tokens_evaluated"] == 59
-    assert "step 3: perplexity " in printed and "perplexity per word token, blocks of 4" in printed
+    assert "step 3: perplexity " in printed and "on validation\n\n1 seed(s)" in printed  # and no sample
+    assert "perplexity per word token, blocks of 4" in printed
 
 
 def test_only_the_training_text_is_learnt_from(book, tmp_path, monkeypatch, capsys):
     """And the processes of torchrun share a batch: each reads other rows with a dropout of its own, one writes."""
-    read, seeds, forward = [], [], GPT.forward
+    read, seeds, shared, forward = [], [], [], GPT.forward
 
     def recorded(model, ids):
         if model.training:
@@ -182,7 +183,8 @@ def test_only_the_training_text_is_learnt_from(book, tmp_path, monkeypatch, caps
     monkeypatch.setattr(GPT, "forward", recorded)
     run(book, tmp_path / "all", "default", "--steps", "30")
     assert len(read) == 30 and set(torch.cat(read).flatten().tolist()) == set(PARTS[0].encode())
-    monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", lambda model: functools.partial(model))
+    monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel",
+                        lambda model: shared.append(model) or functools.partial(model))
     monkeypatch.setattr(parallel, "mean_loss", lambda loss: 7.0)
     for rank in (0, 1):
         monkeypatch.setattr(parallel, "start", lambda *_, rank=rank: (rank, 2, torch.device("cpu")))
@@ -192,7 +194,7 @@ def test_only_the_training_text_is_learnt_from(book, tmp_path, monkeypatch, caps
         assert result.get("curve", [{"train_loss": 7.0}])[0]["train_loss"] == 7.0
     assert all(torch.equal(ids, torch.stack([first, second], dim=1).flatten(0, 1))
                for ids, first, second in zip(read[:30], read[30:60], read[60:], strict=True))
-    assert seeds[30:] == seeds[:30] + [seed + 1 for seed in seeds[:30]]
+    assert seeds[30:] == seeds[:30] + [seed + 1 for seed in seeds[:30]] and len(shared) == 2
 
 
 @pytest.mark.parametrize("prompt, flags", [("", {}), ("abcd ", {"temperature": 0}), ("ab", {"top_k": 2}),
@@ -281,14 +283,18 @@ def test_resume_knows_its_text_and_a_very_bad_run_is_a_finished_one(book, tmp_pa
 
 
 def test_the_table_and_when_the_paper_s_figures_stand_in_it(capsys):
+    """Table 6, beside its own settings alone."""
+    table6 = "172.78 181.91 178.34 188.87 166.76 179.7 10.42 10.49 10.64 10.6 10.4 10.48".split()
     metrics = {"val_bits_per_byte": 1.5, "bits_per_byte": 1.25, "val_perplexity": 2.25, "perplexity": 4}
-    results = [{"task": "wikitext2-raw", "init": init, "metrics": metrics} for init in ("mask", "default")]
-    for flags, paper in ((["--dataset", "wikitext2-raw"], True), (["--lr", "1"], False), (["--preset", "small"], False),
-                         (["--data", "wikitext2-raw"], False), (["--tokeniser", "byte"], False)):
-        args = train_lm.settings(["--preset", "paper", "--inits", "mask", *flags], "wikitext2-raw")
-        train_lm.print_table(args, {"wikitext2-raw": args}, results)
-        printed = capsys.readouterr().out.splitlines()[-1].split()
-        assert printed == ["wikitext2-raw", "mask", "1.5000", "1.2500", "2.25", "4.00"] + ["166.76", "179.7"] * paper
+    tasks, inits = ["wikitext2-raw", "tinystories"], ["default", "mimetic", "mask"]
+    results = [{"task": task, "init": init, "metrics": metrics} for task in tasks for init in [*inits, "bias"]]
+    for flags, paper in (["--seeds", "1"], 1), (["--lr", "1"], 0), (["--preset", "small"], 0), (["--data", "x"], 0):
+        args_of = {task: train_lm.settings(["--preset", "paper", "--inits", *inits, *flags], task) for task in tasks}
+        train_lm.print_table(args_of["tinystories"], args_of, results)
+        printed = capsys.readouterr().out.splitlines()[-6:]
+        assert [line.split() for line in printed] == [
+            [task, init, "1.5000", "1.2500", "2.25", "4.00", *table6[2 * row: 2 * row + 2] * paper]
+            for row, (task, init) in enumerate((task, init) for task in tasks for init in inits)]
 
 
 def test_plot(book, tmp_path):
