@@ -89,3 +89,11 @@ def test_grade_by_hand():
 
 def test_examples_in_the_docstrings():
     assert doctest.testmod(arithmetic).failed == 0 and doctest.testmod(arithmetic).attempted > 0
+
+
+def test_mirrored_by_brute_force():
+    pairs = arithmetic.all_pairs(1)[torch.randperm(100, generator=torch.Generator().manual_seed(0))]
+    shown, asked = pairs[:40], pairs[40:]
+    known = {tuple(pair) for pair in shown.tolist()}
+    assert arithmetic.mirrored(shown, asked).tolist() == [(b, a) in known for a, b in asked.tolist()]
+    assert not arithmetic.mirrored(shown[:0], asked).any()

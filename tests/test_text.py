@@ -170,6 +170,9 @@ def test_blocks_have_every_token_but_the_first_as_a_target_once(tokens, block):
     targets = [token for _, y in pairs for token in y[0].tolist()]
     assert targets == list(range(1, tokens)) and all(torch.equal(y, x + 1) for x, y in pairs)
     assert all(1 <= x.shape[1] <= block for x, _ in pairs)
+    several = list(text.blocks(torch.arange(tokens), block, size=2))  # whole blocks two at a time, the rest alone
+    assert [token for _, y in several for token in y.flatten().tolist()] == targets
+    assert all(len(x) == 2 for x, _ in several[: len(pairs) // 2 - 1]) and all(len(x) <= 2 for x, _ in several)
 
 
 @pytest.mark.parametrize("limit", range(20, 30))

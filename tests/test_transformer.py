@@ -74,7 +74,7 @@ def test_encoder_shapes_and_what_its_pooling_reads(pooling, length):
 
 
 def test_a_block_is_pre_norm_with_two_residual_branches():
-    block = Transformer(dim=8, depth=1, heads=2, mlp_dim=12).blocks[0]
+    block = tinymask.Block(dim=8, heads=2, mlp_dim=12)
     x = torch.randn(2, 5, 8)
     mixed = x + block.attention(block.norm1(x))
     up, gelu, down = block.mlp

@@ -18,7 +18,8 @@ def vit(**options):
 
 def test_vit_tiny_has_its_published_size():
     """DeiT-Tiny / timm vit_tiny_patch16_224 with 1,000 classes."""
-    assert parameter_counts(ViT(side=224, patch=16, classes=1000))["total"] == 5_717_416
+    model = ViT(side=224, patch=16, classes=1000)
+    assert parameter_counts(model)["total"] == 5_717_416 and model.transformer.blocks[0].attention.heads == 3
 
 
 @pytest.mark.parametrize("pooling, tokens", [("cls", 17), ("mean", 16)])
@@ -50,7 +51,7 @@ def test_bad_sizes():
 
 def test_sincos_by_hand():
     codes = sincos(3, 8)
-    assert codes.shape == (9, 8)
+    assert codes.shape == (9, 8) and sincos(2, 12).shape == (4, 12)
     row, column = 2, 1
     angles = torch.tensor([1.0, 1 / 100])
     expected = torch.cat([(row * angles).sin(), (row * angles).cos(), (column * angles).sin(), (column * angles).cos()])
