@@ -2,8 +2,13 @@
 import functools
 import hashlib
 import math
+import os
 import random
+import signal
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -312,3 +317,20 @@ def test_two_processes_give_the_losses_of_one(book, one_and_two_processes):
     for a, b in zip(one["curve"], two["curve"], strict=True):
         assert a["train_loss"] == pytest.approx(b["train_loss"], abs=1e-5)
         assert a["nll"] == pytest.approx(b["nll"], abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="gloo under torchrun")
+def test_a_signal_to_one_of_two_processes_stops_both(book, tmp_path):
+    flags = [*words(TINY | {"steps": 100_000}), "--data", str(book), "--inits", "default", "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               train_lm.__file__, *flags, "--device", "cpu"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        while "seed 0" not in running.stdout.readline():
+            pass
+        time.sleep(1)
+        children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text(encoding="utf-8").split()
+        os.kill(int(children[-1]), signal.SIGTERM)
+        _, error = running.communicate(timeout=60)
+    assert running.returncode == 1 and "stopped at step" in error and "143" in error
+    assert len(list((tmp_path / "out" / "checkpoints").glob("*.pt"))) == 1

@@ -5,7 +5,6 @@ DistributedDataParallel. Without torchrun there is one process, and nothing here
 """
 import datetime
 import os
-import signal
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -37,17 +36,11 @@ def start(name: str, batch_size: int) -> tuple[int, int, torch.device]:
 
 
 def mean_loss(loss: Tensor) -> float:
-    """After a step, the mean loss of all processes. A signal that asked one of them to stop asks all."""
-    if not dist.is_initialized():
-        return loss.item()
-    asked = runs.stop_requested()
-    flags = [float(asked == signum) for signum in (signal.SIGINT, signal.SIGTERM)]
-    sums = torch.stack([loss.detach() / dist.get_world_size(), *loss.new_tensor(flags)])
-    dist.all_reduce(sums)
-    for signum, count in ((signal.SIGINT, sums[1]), (signal.SIGTERM, sums[2])):
-        if count > 0 and not asked:
-            runs.stop(signum)
-    return sums[0].item()
+    """After a step, the mean loss of all processes."""
+    total = loss.detach().clone()
+    if dist.is_initialized():
+        dist.all_reduce(total.div_(dist.get_world_size()))
+    return total.item()
 
 
 def first_alone(load: Callable[[], Loaded]) -> Loaded:

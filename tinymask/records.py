@@ -130,9 +130,19 @@ def steps(run: Run) -> Iterator[int]:
         run.bar.update()
         run.diverged = run.diverged or not math.isfinite(run.loss)
         run.seconds = time.perf_counter() - start
-        if not run.diverged and (runs.stop_requested() or run.step % SAVE_EVERY == 0):
-            _save_and_perhaps_leave(run)
+        signum = _stop_signal(run.device)
+        if not run.diverged and (signum or run.step % SAVE_EVERY == 0):
+            _save_and_perhaps_leave(run, signum)
     run.bar.close()
+
+
+def _stop_signal(device: torch.device) -> int:
+    """The signal that asks to stop, 0 for none. One that reaches a single process under torchrun asks all, at once: a
+    process that left alone would let the others wait for it for ever."""
+    asked = torch.tensor(runs.stop_requested() or 0, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(asked, op=dist.ReduceOp.MAX)
+    return int(asked)
 
 
 def evaluation_due(step: int, steps: int, points: int) -> bool:
@@ -302,14 +312,14 @@ def save(path: Path, state: dict) -> None:
         runs.fail(f"{path}: could not be saved ({runs.first_line(error)}){older}", status=1)
 
 
-def _save_and_perhaps_leave(run: Run) -> None:
+def _save_and_perhaps_leave(run: Run, signum: int) -> None:
     """Under torchrun all processes call it, and the first one saves."""
     if run.rank == 0:
         model, optimizer, batches = run.state.values()
         save(run.checkpoint, {"model": model.state_dict(), "optimizer": optimizer.state_dict(),
                               "batches": batches.get_state(), "step": run.step, "curve": run.curve,
                               "seconds": run.seconds, "run": description(run)})
-    if signum := runs.stop_requested():
+    if signum:
         if dist.is_initialized():
             dist.barrier()  # nobody leaves before it is saved
         run.bar.close()

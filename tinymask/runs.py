@@ -199,11 +199,6 @@ def download(url: str, path: Path, sha256: str) -> None:
 # -- a script as a process ------------------------------------------------------------------------
 
 
-def stop(signum: int) -> None:
-    """What Ctrl-C and SIGTERM do: every loop finishes its step, saves and leaves."""
-    _signals.append(signum)
-
-
 def stop_requested() -> int | None:
     """The signal that asked to stop, None if there was none. A loop then saves and leaves with status 128 + signal."""
     return _signals[0] if _signals else None
@@ -232,7 +227,7 @@ def _signals_handled() -> Iterator[None]:
     def handle(signum: int, frame: Any) -> None:
         if not _open_folders:  # nothing to save yet
             raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)
-        stop(signum)
+        _signals.append(signum)
         signal.signal(signum, before[signum])  # a second one stops at once
 
     _signals.clear()
