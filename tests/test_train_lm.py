@@ -322,9 +322,9 @@ def test_two_processes_give_the_losses_of_one(book, one_and_two_processes):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="gloo under torchrun")
 def test_a_signal_to_one_of_two_processes_stops_both(book, tmp_path):
-    flags = [*words(TINY | {"steps": 100_000}), "--data", str(book), "--inits", "default", "--out", str(tmp_path / "out")]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-               train_lm.__file__, *flags, "--device", "cpu"]
+               train_lm.__file__, *words(TINY | {"steps": 100_000}), "--data", str(book), "--inits", "default",
+               "--out", str(tmp_path / "out"), "--device", "cpu"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         while "seed 0" not in running.stdout.readline():
             pass
