@@ -91,6 +91,8 @@ def settings(argv: list[str] | None, dataset: str | None) -> Args:
         runs.fail(f"--dim {args.dim} is not a multiple of --heads {args.heads}")
     if args.positions == "sincos" and args.dim % 4:
         runs.fail(f"--dim {args.dim}: --positions sincos needs one that 4 divides")
+    if args.eval_only is not None and not Path(args.eval_only).is_file():
+        runs.fail(f"--eval-only {args.eval_only}: no such file")
     return args
 
 
@@ -171,14 +173,25 @@ def build(args: Args, dataset: str, init: str, seed: int, train_images: images.I
     return model, supports
 
 
-def evaluate_only(args: Args, dataset: str, init: str, data: tuple, device: torch.device) -> None:
-    """Print the scores of the checkpoint --eval-only."""
+def metrics(args: Args, model: torch.nn.Module, data: tuple, curve: list[dict], device: torch.device) -> dict:
+    """The figures of the table, and of which images they are."""
+    found: dict = scores(args, model, data[2], data[3], device)
+    found |= {"top1_best": max((point["top1"] for point in curve), default=math.nan), "images": len(data[0])}
+    if isinstance(data[0], images.ImageFolder):  # there are several sets of this name
+        found["class_list"] = images.names_hash(data[0].names)
+    return found
+
+
+def evaluate_only(args: Args, data: tuple, device: torch.device) -> list[dict]:
+    """Print the scores of the checkpoint --eval-only, which is of the first data set and init. No result lines."""
+    dataset, init = args.dataset[0], args.inits[0]
     model, _ = build(args, dataset, init, args.first_seed, data[0])
     shape = ("side", "patch", "dim", "depth", "heads", "pooling", "positions")
     wanted = {"script": "vit", "task": dataset, "init": init} | {name: vars(args)[name] for name in shape}
     records.restore(Path(args.eval_only), model, wanted, "--eval-only")
     found = scores(args, model.to(device), data[2], data[3], device)
     print(f"{dataset} {init}: top-1 {found['top1']:.4f}, loss {found['loss']:.4f} on {len(data[3])} test images")
+    return []
 
 
 def print_table(common: Args, args_of: dict[str, Args], results: list[dict]) -> None:
@@ -222,24 +235,19 @@ def main(argv: list[str] | None = None) -> list[dict]:
         with runs.refused("--plot"):
             pictures.require()
     rank, world, device = parallel.start(common.device, common.batch_size)
-    if common.eval_only is not None and not Path(common.eval_only).is_file():
-        runs.fail(f"--eval-only {common.eval_only}: no such file")
     data = parallel.first_alone(lambda: {dataset: load(args, dataset) for dataset, args in args_of.items()})
     if common.eval_only is not None:
-        dataset = common.dataset[0]
-        evaluate_only(args_of[dataset], dataset, common.inits[0], data[dataset], device)
-        return []
+        return evaluate_only(args_of[common.dataset[0]], data[common.dataset[0]], device)
     wanted = records.wanted("vit", args_of.items(), runs.open_out(common.out), device, rank)
     results: list[dict] = []
-    if rank == 0 and common.side // common.patch < 4:
-        print(f"--patch {common.patch} leaves {(common.side // common.patch) ** 2} tokens of an image: very few")
 
     for run in records.runs_left(wanted, results, [*MEASURED, *records.MASSES], ["top1"]):
         # data
         args, (x, labels, test_x, test_labels) = run.args, data[run.task]
         probe = probe_of(args, data[run.task]).to(device)
         if rank == 0:
-            print(f"{run.name}: {len(x):,} images to learn from, {len(test_x):,} to test on, {args.steps} steps")
+            print(f"{run.name}: {len(x):,} images to learn from, {len(test_x):,} to test on, {args.steps} steps, "
+                  f"{(args.side // args.patch) ** 2:,} tokens an image")
 
         # model and prior
         model, supports = build(args, run.task, run.init, run.seed, x)
@@ -273,12 +281,9 @@ def main(argv: list[str] | None = None) -> list[dict]:
                 records.add_point(run, point, "loss", "top-1 {top1:.4f}, loss {loss:.3f}")
 
         # evaluation
-        metrics = scores(args, model, test_x, test_labels, device) | {
-            "top1_best": max((point["top1"] for point in run.curve), default=math.nan), "images": len(x),
-        } | measures(before, snapshot(model, probe), supports)
-        if isinstance(x, images.ImageFolder):  # there are several sets of this name
-            metrics["class_list"] = images.names_hash(x.names)
-        results.append(records.finish(run, metrics, parameter_counts(model)))
+        kept = measures(before, snapshot(model, probe), supports)
+        found = metrics(args, model, data[run.task], run.curve, device) | kept
+        results.append(records.finish(run, found, parameter_counts(model)))
 
     if rank == 0:
         print_table(common, args_of, results)
