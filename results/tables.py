@@ -374,7 +374,12 @@ def facts():
                                     and changed(r) == f"--head-dim {size}") for size in (8, 4)}
     full = statistics.fmean(min(r["metrics"]["support_mass_init"]) for r in runs_of["2parity", "svd"])
     unseen = {point["step"]: point["mse_unseen"] for point in lines_of("gotu-paper.jsonl")[1]["curve"]}
+    mirrored = [train_arith.load_problems(train_arith.Args(**vars(args) | {"fraction": args.fraction[-1]}), task)[2]
+                for task, args in ((task, train_arith.settings(flags, task)) for task, flags in (
+                    ("mul", []), ("mul", ["--preset", "paper"]), ("add", [])))]
     return [
+        "{:.0%} of the two-digit products, {:.0%} of the paper's three-digit ones, {:.1%} of the sums from 4,000 pairs"
+        .format(*mirrored).replace("%", " %"),
         f"at step 1,728, with an mse of {unseen[1728]:.2f} there, and close from step 3,456 on ({unseen[3456]:.4f}; at "
         f"the end {unseen[8640]:.4f}",
         f"from {full:.2f} with heads of 16 to {least[8]:.2f} with 8 and {least[4]:.2f} with 4",
@@ -403,6 +408,7 @@ TABLES = {  # how a table's header begins -> its rows
     "| tokens | positions |": arith_scale_rows,
     "| task | shown | init |": arith_rows,
     "| init, other pairs | exact match |": lambda: arith_control_rows("arith-splits.jsonl"),
+    "| init, mirrors apart | exact match |": lambda: arith_control_rows("arith-mirrors.jsonl"),
     "| control | exact match |": arith_control_rows,
     "| order | rate | init |": arith_sequence_rows,
     "| shown, rate 0.003 | init |": arith_rate_rows,

@@ -64,7 +64,7 @@ def test_reference_runs_are_whole_and_of_the_default_settings(script, name, seed
 
 
 @pytest.mark.parametrize("name", ["arith-scale", "arith-paper", "arith-rates", "arith-controls", "arith-sequence",
-                                  "arith-splits", "vit-controls", "lm-controls", "defaults"])
+                                  "arith-splits", "arith-mirrors", "vit-controls", "lm-controls", "defaults"])
 def test_every_line_is_a_whole_run(name):
     assert all(r["complete"] and not r["diverged"] for r in lines_of(f"{name}.jsonl"))
 
