@@ -178,6 +178,7 @@ def test_result_lines_that_are_not_whole_are_passed_over(tmp_path):
                      for other in ('"mse": 1', '"exact_match": ""')),
                    *(line(1).replace('[{"step": 1, "exact_match": 0.5}]', other).encode()
                      for other in ("null", '""', "[[]]")),
+                   *(line(1).replace('"step": 1', f'"step": {other}').encode() for other in ("null", '"1"', "[1]")),
                    *(line(1).replace("true", other).encode() for other in ("false", '"no"', '"true"', "1")),
                    b'{"config": {}}', b"\xff"):
         with open(tmp_path / "results.jsonl", "ab") as file:

@@ -264,7 +264,8 @@ def read_results(folder: Path, measured: Iterable[str], plotted: Iterable[str]) 
             metrics, curve = result["metrics"], result["curve"]
             if (result["complete"] is True and result["diverged"] in (True, False) and isinstance(curve, list)
                     and all(_is_measure(name, metrics[name]) for name in measured)
-                    and all(_is_measure(name, point[name]) for point in curve for name in ("step", *plotted))):
+                    and all(type(point["step"]) is int for point in curve)
+                    and all(_is_measure(name, point[name]) for point in curve for name in plotted)):
                 results[run_key(result["config"], result["task"], result["init"], result["seed"])] = result
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             continue
