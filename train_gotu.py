@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from tinymask import boolean, inits, mask_priors, pictures, qk_init, records, runs
-from tinymask.persistence import attention_maps, measures, snapshot, support_mass
+from tinymask.persistence import attention_maps, logit_parts, measures, mechanism, snapshot, support_mass
 from tinymask.runs import Args
 from tinymask.transformer import Encoder, init_weights, parameter_counts, parameter_groups
 
 TASKS = list(boolean.TASKS)
-CONTROLS = ["mask-zero", "mask-frozen", "mask-hard", "mask-shuffled", "bias", "svd-frozen", "opt-frozen"]
+CONTROLS = ["mask-zero", "mask-frozen", "mask-hard", "mask-shuffled", "bias", "svd-frozen", "opt-frozen", "svd-fixed",
+            "svd-published"]
 INITS = inits.rows(["default", "svd", "opt", "mask", "mask-only", "mask-literal", *CONTROLS])
 PRESETS = {
     "small": dict(steps=800, batch_size=128, lr=1e-3, weight_decay=0.0, bits=15, dim=48, depth=2, heads=3,
@@ -65,6 +66,8 @@ def parser() -> argparse.ArgumentParser:
     add("--closed", type=runs.LOGIT, metavar="M",
         help="mask logit of a closed pair, as --closed=-6 (mask-only: -30, always)")
     add("--ridge", type=runs.number(float, 0, 1e6), help="svd and opt: of their solve (0: a pseudo-inverse)")
+    add("--prior-layers", type=runs.number(int, 1, 1000), nargs="+", metavar="L",
+        help="the layers, from 1, that have the prior (default: all)")
     add("--missing-links", type=runs.number(int, 0), default=0, help="links left out of the prior")
     add("--wrong-links", type=runs.number(int, 0), default=0, help="links added to it that are wrong")
     add("--mask-weight-decay", type=runs.number(float, 0), default=0.0, help="on the mask (default: 0)")
@@ -76,7 +79,10 @@ def parser() -> argparse.ArgumentParser:
 def settings(argv: list[str] | None, task: str | None) -> Args:
     """The flags for one task (None: what no task has of its own): as given, else as its preset has them."""
     presets = PRESETS | {"small": PRESETS["small"] | OF_TASK.get(task or "", {})}
-    return runs.parse(parser(), argv, presets, SMOKE)
+    args = runs.parse(parser(), argv, presets, SMOKE)
+    if args.prior_layers and max(args.prior_layers) > args.depth:
+        runs.fail(f"--prior-layers {max(args.prior_layers)}: there are {args.depth} layers")
+    return args
 
 
 def prior(args: Args, task: str, init: str, seed: int) -> list[Tensor]:
@@ -103,15 +109,29 @@ def build(args: Args, task: str, init: str, seed: int) -> tuple[Encoder, list[Te
     if not row.positions:
         torch.nn.init.zeros_(model.position).requires_grad_(False)
     supports = prior(args, task, init, seed)
-    if row.query_key:  # solved on seen points; svd's gap of 10 is more than the 6 of the small preset's mask
-        points, _, seen = boolean.load_task(task, args.bits)
-        sample = seen.nonzero()[:, 0][torch.randperm(seen.sum(), generator=runs.generator(seed, "sample"))[:256]]
+    chosen = [layer - 1 for layer in args.prior_layers or range(1, args.depth + 1)]
+    if row.query_key == "impulse":
+        codes = model.position if model.cls is None else torch.cat([model.cls, model.position])
+        for layer in chosen:
+            qk_init.impulse(model.transformer.blocks[layer].attention, codes, supports[layer])
+    elif row.query_key:  # svd's gap of 10 is more than the 6 of the small preset's mask
         method = functools.partial(getattr(qk_init, row.query_key), ridge=args.ridge)
-        qk_init.apply_layerwise(method, model, boolean.to_tokens(points[sample]), supports)
+        qk_init.apply_layerwise(method, model, solved_on(args, task, seed), supports, chosen)
+    if row.freeze_inputs:
+        for part in (model.token.weight, model.position, *model.transformer.blocks[0].norm1.parameters()):
+            part.requires_grad_(False)
     closed = args.closed if row.closed is None else row.closed
-    for block, support in zip(model.transformer.blocks, supports):
-        inits.set_prior(block.attention, row, mask_priors.to_mask(support, args.open, closed))
+    for layer in chosen:
+        mask = mask_priors.to_mask(supports[layer], args.open, closed)
+        inits.set_prior(model.transformer.blocks[layer].attention, row, mask)
     return model, supports
+
+
+def solved_on(args: Args, task: str, seed: int) -> Tensor:
+    """Token ids of the seen points on which svd and opt are solved, (256, n) at most."""
+    points, _, seen = boolean.load_task(task, args.bits)
+    chosen = torch.randperm(seen.sum(), generator=runs.generator(seed, "sample"))[:256]
+    return boolean.to_tokens(points[seen.nonzero()[:, 0][chosen]])
 
 
 @torch.no_grad()
@@ -199,7 +219,9 @@ def main(argv: list[str] | None = None) -> list[dict]:
         model, supports = build(args, task, run.init, run.seed)
         model.to(device)
         probe = ids[chosen[:PROBE]]
-        before = snapshot(model, probe)
+        before, start = snapshot(model, probe), logit_parts(model, probe)
+        condition = None if INITS[run.init].query_key not in ("svd", "opt") else [
+            qk_init.condition(x, args.ridge) for x in start.read]
 
         # optimiser: the mask is a group of its own, without weight decay unless asked for
         groups = parameter_groups(model, lr=args.lr, mask_lr=args.mask_lr, weight_decay=args.weight_decay,
@@ -221,11 +243,12 @@ def main(argv: list[str] | None = None) -> list[dict]:
             if records.evaluation_due(step, args.steps, EVALUATIONS):
                 errors = squared_errors(predict(model, ids[chosen]), target[chosen], seen[chosen])
                 masses = support_mass(attention_maps(model, probe), supports)
-                records.add_point(run, errors | {"support_mass": masses}, "mse_all",
-                                  "mse seen {mse_seen:.4f}, unseen {mse_unseen:.4f}")
+                point = errors | {"support_mass": masses} | mechanism(start, model, probe, supports)
+                records.add_point(run, point, "mse_all", "mse seen {mse_seen:.4f}, unseen {mse_unseen:.4f}")
 
         # evaluation: the whole cube
-        metrics = scores(task, predict(model, ids), target, seen) | measures(before, snapshot(model, probe), supports)
+        metrics = scores(task, predict(model, ids), target, seen) | {"solve_condition": condition}
+        metrics |= measures(before, snapshot(model, probe), supports)
         results.append(records.finish(run, metrics, parameter_counts(model)))
 
     print_table(common, args_of, results)

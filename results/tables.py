@@ -92,7 +92,7 @@ def control_rows():
     """One row a control: solved seeds, mse, and the least support at the end, for each task."""
     rows, groups = [], by(lines_of("gotu-controls.jsonl"), "task", "init")
     first = by([r for r in lines_of() if r["seed"] < 3], "task", "init")
-    for init in ["default", "svd", "opt", "mask", *train_gotu.CONTROLS]:
+    for init in ["default", "svd", "opt", "mask", *(i for i in train_gotu.CONTROLS if any(i in key for key in groups))]:
         cells = []
         for task in train_gotu.TASKS:
             these = (groups if init in train_gotu.CONTROLS else first).get((task, init))

@@ -22,8 +22,10 @@ def checkpoint(out):
 
 
 def set_masks(model, init, masks):
-    """What the names of inits say of M, one prior's logits for each layer."""
+    """What the names of inits say of M, one prior's logits for each layer (None: it has none)."""
     for block, mask in zip(model.transformer.blocks, masks):
+        if mask is None:
+            continue
         if init in ("bias", "alibi"):
             block.attention.set_mask(F.logsigmoid(mask) if init == "bias" else mask, init == "bias", squash=False)
         elif init.startswith("mask"):
@@ -37,7 +39,8 @@ def train(model, loss_of, f, seed, init="", optimizer=torch.optim.AdamW):
     f: the flags. Gives the weights, and the losses of all steps.
     """
     groups, losses, draws = ([], []), [], runs.generator(seed, "batches")
-    frozen = {"svd-frozen": ("query", "key"), "opt-frozen": ("query", "key"), "mask-only": ("position",)}.get(init, ())
+    frozen = {"svd-frozen": ("query", "key"), "opt-frozen": ("query", "key"), "mask-only": ("position",),
+              "svd-fixed": ("query", "key", "token", "position", "blocks.0.norm1")}.get(init, ())
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not any(part in name for part in frozen):
             groups[name.endswith(".mask")].append(parameter)

@@ -5,8 +5,19 @@ import math
 import pytest
 import torch
 
-from tinymask import Encoder, ViT, persistence
-from tinymask.persistence import attention_maps, attention_shift, mask_drift, measures, snapshot, support_mass
+from tinymask import GPT, Encoder, ViT, init_weights, persistence
+from tinymask.persistence import (
+    attention_maps,
+    attention_shift,
+    gradient_sizes,
+    logit_changes,
+    logit_parts,
+    mask_drift,
+    measures,
+    mechanism,
+    snapshot,
+    support_mass,
+)
 
 pytestmark = pytest.mark.attention
 
@@ -74,9 +85,83 @@ def test_measures_of_a_model_whose_mask_was_moved():
         attention.mask += 20 * (2 * support - 1)
         last = snapshot(model, inputs)
         attention.query.weight[0, :2] = torch.tensor([3.0, 4.0])
-        last = (*last[:2], snapshot(model, inputs)[2])
+        last = last._replace(query_norms=snapshot(model, inputs).query_norms)
     got = measures(before, last, [support])
-    expected = {"support_mass_init": [0.5], "support_mass_final": [1.0], "attention_shift": 0.5, "mask_drift": 20.0,
-                "query_norm_init": [0.0], "query_norm_final": [5.0]}
+    expected = {"support_mass_init": [0.5], "support_mass_final": [1.0], "support_chance": [0.5],
+                "attention_shift": 0.5, "mask_drift": 20.0, "query_norm_init": [0.0], "query_norm_final": [5.0]}
     assert got == {name: pytest.approx(value) for name, value in expected.items()}
     assert set(measures(before, before)) == {"attention_shift", "mask_drift", "query_norm_init", "query_norm_final"}
+
+
+def centred_logs(model, inputs, causal):
+    """Row-centred logits, read off the attention itself: log p is the logit less a constant of its row."""
+    maps = []
+    for attention in attention_maps(model.double(), inputs):
+        visible = torch.ones_like(attention).tril() if causal else torch.ones_like(attention)
+        logs = torch.where(visible > 0, attention, 1).log()
+        maps.append((logs - logs.sum(-1, keepdim=True) / visible.sum(-1, keepdim=True)) * visible)
+    return maps
+
+
+@pytest.mark.parametrize("causal, masked, seed", [(False, True, 0), (True, True, 1), (False, False, 2)])
+def test_the_three_parts_add_up_to_what_the_attention_shows(causal, masked, seed):
+    draws, shape = torch.Generator().manual_seed(seed), dict(vocabulary=3, dim=6, depth=2, heads=2)
+    model = GPT(block=4, **shape) if causal else Encoder(tokens=4, outputs=1, **shape)
+    init_weights(model, draws).double()
+    for block in model.transformer.blocks if masked else []:
+        block.attention.set_mask(torch.randn(2, 4, 4, generator=draws, dtype=torch.float64), squash=seed == 0)
+    ids = torch.randint(3, (5, 4), generator=draws)
+    start, before = logit_parts(model, ids), centred_logs(model, ids, causal)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=draws, dtype=torch.float64)
+    for parts, first, last in zip(logit_changes(start, model, ids, causal), before, centred_logs(model, ids, causal)):
+        torch.testing.assert_close(parts["mask"] + parts["weights"] + parts["inputs"], last - first)
+        torch.testing.assert_close(parts["all"], last - first)
+        assert (parts["mask"].abs().max() > 0) == masked
+
+
+@pytest.mark.parametrize("moved", ["mask", "weights", "inputs"])
+def test_each_part_is_what_moved_it(moved):
+    """One head of width 1, which reads the first of two columns: +1 of token 0, -1 of token 1."""
+    model = Encoder(vocabulary=2, tokens=2, outputs=1, dim=2, depth=1, heads=1, head_dim=1)
+    layer, inputs = model.transformer.blocks[0].attention, torch.tensor([[0, 1]])
+    with torch.no_grad():
+        model.token.weight.copy_(torch.tensor([[1.0, -1.0], [-1.0, 1.0]]))  # read as (1, -1) and (-1, 1)
+        for projection in (layer.query, layer.key):
+            projection.weight.copy_(torch.tensor([[1.0, 0.0]]))
+            projection.bias.zero_()
+        layer.set_mask(torch.zeros(2, 2))
+        start = logit_parts(model, inputs)  # logits [[1, -1], [-1, 1]] and log sigmoid(0) all over
+        if moved == "mask":
+            layer.mask[0, 0] = 1e3  # log sigmoid 0 in place of -log 2: row 0 gains log 2, half of it after centring
+        elif moved == "weights":
+            layer.query.weight *= 3  # logits [[3, -3], [-3, 3]]
+        else:
+            model.token.weight[1] = model.token.weight[0]  # both read as +1: logits [[1, 1], [1, 1]]
+    (parts,) = logit_changes(start, model, inputs)
+    half = math.log(2) / 2
+    wanted = {"mask": [[half, -half], [0, 0]], "weights": [[2, -2], [-2, 2]], "inputs": [[-1, 1], [1, -1]]}[moved]
+    for name, part in parts.items():
+        expected = torch.tensor(wanted) if name in (moved, "all") else torch.zeros(2, 2)
+        torch.testing.assert_close(part[0, 0], expected.float(), atol=1e-4, rtol=1e-4)
+    found = mechanism(start, model, inputs, [torch.eye(2).flip(0)])["moved"]
+    size = {"mask": half / 2**0.5, "weights": 2, "inputs": 1}[moved]
+    assert found[moved] == [pytest.approx([size, size], abs=1e-3)] == found["all"]
+
+
+def test_sizes_of_gradients_and_the_share_of_the_bound():
+    """Even attention of 2 tokens: p = 1/2, so 2 p (1 - p) = 1/2 of p_i sigma(-m_j) summed over i, for every pair."""
+    model = Encoder(vocabulary=2, tokens=2, outputs=1, dim=4, depth=1, heads=2)
+    layer, support, inputs = model.transformer.blocks[0].attention, torch.eye(2), torch.tensor([[0, 1]])
+    start = logit_parts(model, inputs)
+    assert gradient_sizes(model, [support]) == {"mask": [None], "query": [None], "key": [None]}
+    layer.set_mask(torch.zeros(2, 2))
+    layer.mask.grad = torch.tensor([[3.0, 1.0], [2.0, 4.0]])
+    layer.query.weight.grad = torch.full((4, 4), -2.0)
+    sizes = gradient_sizes(model, [support])
+    assert sizes["mask"] == [pytest.approx([12.5**0.5, 2.5**0.5], rel=1e-3)] and sizes["query"] == [2.0]
+    assert gradient_sizes(model, [torch.tensor([[1.0, 1.0], [0.0, 1.0]])])["mask"] == [[4.0, 2.0]]  # row 0: no prior
+    torch.nn.init.zeros_(layer.query.weight)
+    torch.nn.init.zeros_(layer.query.bias)
+    assert mechanism(start, model, inputs, [support])["bound_share"] == [[0.5, 0.5]]

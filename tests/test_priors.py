@@ -117,7 +117,7 @@ def test_what_each_name_sets(name):
         wanted = {"mask-zero": torch.full((3, 3), math.log(0.5)), "alibi": prior}.get(name, F.logsigmoid(prior))
         torch.testing.assert_close(added.detach(), wanted)
     trained = layer.query.weight.requires_grad, layer.key.bias.requires_grad, layer.value.weight.requires_grad
-    assert trained == (not name.endswith("frozen") or masked, not name.endswith("frozen") or masked, True)
+    assert trained == (not name.endswith(("frozen", "fixed")) or masked,) * 2 + (True,)
 
 
 def test_columns_of_the_table_that_scripts_read():
@@ -125,7 +125,7 @@ def test_columns_of_the_table_that_scripts_read():
         return {name for name, row in inits.INITS.items()
                 if all(getattr(row, column) == value for column, value in columns.items())}
 
-    assert names(query_key="svd") == {"svd", "svd-frozen"} and names(query_key="opt") == {"opt", "opt-frozen"}
+    assert names(query_key="svd") == {"svd", "svd-frozen", "svd-fixed"} and names(query_key="opt") == {"opt", "opt-frozen"}
     assert names(shuffled=True) == {"mask-shuffled"} and names(positions=False) == {"mask-only"}
     assert names(design="literal") == {"mask-literal"} and names(design="slopes") == {"mask-slopes", "alibi"}
     assert {name: inits.INITS[name].closed for name in inits.INITS if inits.INITS[name].closed is not None} == {

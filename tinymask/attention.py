@@ -134,10 +134,15 @@ class MaskedAttention(nn.Module):
         self.mask = nn.Parameter(mask.detach().clone(), requires_grad=learnable)
         self.squash = squash
 
-    def weights(self, x: Tensor) -> Tensor:  # (B, N, D)
-        """Attention weights of this layer on its input x: (B, N, D) -> (B, H, N, N)."""
+    def query_and_key(self, x: Tensor) -> tuple[Tensor, Tensor]:  # (B, N, D)
+        """Projected and split into heads: (B, N, D) -> (B, H, N, Dh) each."""
         query = self.query(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, N, Dh)
         key = self.key(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, N, Dh)
+        return query, key
+
+    def weights(self, x: Tensor) -> Tensor:  # (B, N, D)
+        """Attention weights of this layer on its input x: (B, N, D) -> (B, H, N, N)."""
+        query, key = self.query_and_key(x)  # (B, H, N, Dh) each
         mask, tokens = None, x.shape[1]
         if self.mask is not None:
             size = self.mask.shape[-1]

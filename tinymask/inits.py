@@ -33,6 +33,7 @@ class Init(NamedTuple):
     squash: bool = True  # log sigmoid(M) on the logits, or M itself
     query_key: str | None = None  # a function of `qk_init` that writes W_Q and W_K
     freeze_query_key: bool = False  # are W_Q and W_K left as they were written?
+    freeze_inputs: bool = False  # are embeddings and the first norm, that is what the first layer reads?
     design: str = "ours"  # which support, a key of the tables in `mask_priors`
     shuffled: bool = False  # each row of the support in random order
     closed: float | None = None  # mask logit of closed pairs, whatever --closed says
@@ -59,6 +60,8 @@ INITS = {
     "alibi": Init(mask=as_it_is, squash=False, learnable=False, design="slopes"),
     "svd-frozen": Init(query_key="svd", freeze_query_key=True),
     "opt-frozen": Init(query_key="opt", freeze_query_key=True),
+    "svd-fixed": Init(query_key="svd", freeze_query_key=True, freeze_inputs=True),  # layer 1 attends as at the start
+    "svd-published": Init(query_key="impulse"),  # solved on position codes alone, as arXiv 2505.19985 does
 }
 
 

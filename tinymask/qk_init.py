@@ -44,6 +44,20 @@ def position_decoder(x: Tensor, ridge: float = 0.0) -> Tensor:
     return torch.linalg.solve(gram, rows.T @ position)
 
 
+def condition(x: Tensor, ridge: float = 0.0) -> float:
+    """By how much `position_decoder` weighs the direction of x, (B, N, D), that varies least against the one that
+    varies most: the square root of the condition of what it inverts.
+
+    >>> condition(torch.diag(torch.tensor([1.0, 0.1]))[None])
+    10.0
+    """
+    sizes = torch.linalg.svdvals(x.double().flatten(0, 1)).square()  # of X^T X
+    if ridge == 0:
+        sizes = sizes[sizes > 1e-10 * sizes[0]]
+    sizes = sizes + ridge * sizes.mean()
+    return round((sizes[0] / sizes[-1]).sqrt().item(), 3)
+
+
 def svd(attention: MaskedAttention, x: Tensor, support: Tensor, gap: float = 10.0, ridge: float = 0.0) -> None:
     """Closed form: solve for W_Q W_K^T on the positions, then a truncated SVD.
 
@@ -145,18 +159,21 @@ def impulse(attention: MaskedAttention, positions: Tensor, support: Tensor, norm
     _write(attention, left[:, :, :head_dim] * root, right.transpose(1, 2)[:, :, :head_dim] * root)
 
 
-def apply_layerwise(method: Callable[..., None], model: Any, inputs: Tensor, supports: list[Tensor]) -> None:
+def apply_layerwise(method: Callable[..., None], model: Any, inputs: Tensor, supports: list[Tensor],
+                    chosen: list[int] | None = None) -> None:
     """Set query and key of every layer of a model by `svd` or `opt`, first layer first.
 
     Each layer is solved on what the layers before it, already set, make of inputs: token ids (B, N), or images (B, 3,
-    S, S) for a ViT; without dropout and drop path. supports: one for each layer. Nothing else in the model changes.
+    S, S) for a ViT; without dropout and drop path. supports: one for each layer. chosen: the layers that are set, from
+    0; all by default. Nothing else in the model changes.
     """
     training = model.training
     model.eval()
     with torch.no_grad():
         x = model.embed(inputs)
-    for block, support in zip(model.transformer.blocks, supports, strict=True):
-        method(block.attention, block.norm1(x).detach(), support)
+    for layer, (block, support) in enumerate(zip(model.transformer.blocks, supports, strict=True)):
+        if chosen is None or layer in chosen:
+            method(block.attention, block.norm1(x).detach(), support)
         with torch.no_grad():
             x = block(x)
     model.train(training)

@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from tinymask import __version__, runs
-from tinymask.attention import MaskedAttention
-from tinymask.persistence import snapshot
+from tinymask.persistence import layers_of, snapshot
 
 # flags that choose which runs are made, or where; a run is the same run whatever they say
 NOT_OF_THE_RUN = ("tasks", "dataset", "inits", "seeds", "first_seed", "out", "resume", "plot", "smoke", "device",
@@ -357,7 +356,7 @@ def start_and_end(run: Run, model: nn.Module, inputs: Tensor) -> list[tuple[list
     Two pairs (attention, openness): lists of (B, H, N, N), one a layer, and of sigmoid(M), (N, N) or (H, N, N), one a
     layer that has log sigmoid(M).
     """
-    start, layers = snapshot(model, inputs), [m for m in model.modules() if isinstance(m, MaskedAttention)]
+    start, layers = snapshot(model, inputs), layers_of(model)
     restore(run.checkpoint, model, description(run))
     shown = [layer.squash for layer in layers if layer.mask is not None]
     return [(maps, [logits.sigmoid() for logits, squash in zip(masks, shown) if squash])
