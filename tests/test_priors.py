@@ -125,7 +125,8 @@ def test_columns_of_the_table_that_scripts_read():
         return {name for name, row in inits.INITS.items()
                 if all(getattr(row, column) == value for column, value in columns.items())}
 
-    assert names(query_key="svd") == {"svd", "svd-frozen", "svd-fixed"} and names(query_key="opt") == {"opt", "opt-frozen"}
+    assert names(query_key="svd") == {"svd", "svd-frozen", "svd-fixed"}
+    assert names(query_key="opt") == {"opt", "opt-frozen"}
     assert names(shuffled=True) == {"mask-shuffled"} and names(positions=False) == {"mask-only"}
     assert names(design="literal") == {"mask-literal"} and names(design="slopes") == {"mask-slopes", "alibi"}
     assert {name: inits.INITS[name].closed for name in inits.INITS if inits.INITS[name].closed is not None} == {
