@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd.functional import jacobian
 
-from tinymask import masked_attention, theory
+from tinymask import MaskedAttention, masked_attention, theory
 
 pytestmark = pytest.mark.theory
 CASES = list(itertools.product([1e-3, 0.3, 1.0, 5.0, 3e3], range(8)))  # scale of the inputs, seed
@@ -65,6 +65,52 @@ def test_the_bounds_are_reached():
     assert (by_q[1, 0, 0, 0].norm() / bound_q[1]).item() == pytest.approx(1)
     for ratio in (by_k[:, 0, 0].norm(dim=-1) / bound_k[:, None], by_m[:, 0].abs() / bound_m):
         close(ratio, torch.tensor([[0, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.float64), atol=1e-9)
+
+
+@pytest.mark.parametrize("scale, seed", CASES)
+def test_the_sharp_form_bounds_an_open_entry_by_a_closed_one(scale, seed):
+    """p_i p_j sigma(-m_j) <= p_i leak_ij sigma(-m_j), through masked_attention; leak from the inputs alone."""
+    inputs = case(scale, seed)
+    by_m = jacobian(weights, inputs)[2]
+    for (b, h, i), (q, k, m) in rows(*inputs):
+        p, leak = theory.attention_row(q, k, m), theory.leak(q, k, m)
+        off = ~torch.eye(len(p), dtype=torch.bool)
+        found, sharp = by_m[b, h, i, :, h, i].abs(), p[:, None] * p * torch.sigmoid(-m)
+        close(found[off], sharp[off])
+        bound = (p[:, None] * leak * torch.sigmoid(-m)).nan_to_num(torch.inf)  # 0 times what is beyond float64
+        assert (p <= leak * (1 + 1e-9)).all() and (found <= bound + 1e-12)[off].all()
+
+
+@pytest.mark.parametrize("closed", [-5.0, -10.0])
+def test_how_loose_the_bound_is_for_an_open_and_a_closed_entry(closed):
+    """Two keys of equal logits, M = (10, closed): 1 / p_1 = 1 + sigma(10) / sigma(closed), 150 and 22,025 times."""
+    q, k, m = torch.zeros(1).double(), torch.zeros(2, 1).double(), torch.tensor([10.0, closed]).double()
+    ratio = theory.bounds(q, k, m)[2][0, 1] / theory.dp_dm(q, k, m)[0, 1].abs()
+    assert ratio.item() == pytest.approx(1 + (1 + torch.exp(-m[1])).item() / (1 + torch.exp(-m[0])).item())
+    assert ratio.item() == pytest.approx({-5.0: 150.4, -10.0: 22027.5}[closed], rel=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gradients_carried_on_to_the_weights(seed):
+    """dp/dW_Q and dp/dW_K of a MaskedAttention with two heads; the weights of another head do not move a row."""
+    draws = torch.Generator().manual_seed(seed)
+    x = torch.randn(1, 4, 5, generator=draws, dtype=torch.float64)
+    layer = MaskedAttention(5, 2, head_dim=3, mask=torch.randn(2, 4, 4, generator=draws, dtype=torch.float64)).double()
+
+    def maps(*given):
+        query, key = ((x @ weight.T + part.bias).unflatten(-1, (2, -1)).transpose(1, 2)
+                      for weight, part in zip(given, (layer.query, layer.key)))
+        return weights(query, key, layer.mask)
+
+    given = layer.query.weight.detach(), layer.key.weight.detach()
+    close(maps(*given), layer.weights(x))
+    found = [by.unflatten(-2, (2, 3)) for by in jacobian(maps, given)]  # (1, H, N, N, H, Dh, D)
+    query, key = (part.detach()[0] for part in layer.query_and_key(x))
+    for h, i in itertools.product(range(2), range(4)):
+        row = query[h, i], key[h], layer.mask[h, i].detach()
+        close(found[0][0, h, i, :, h].transpose(-1, -2), theory.dp_dwq(x[0, i], *row))
+        close(found[1][0, h, i, :, h].transpose(-1, -2), theory.dp_dwk(x[0], *row))
+        assert not found[0][0, h, i, :, 1 - h].any() and not found[1][0, h, i, :, 1 - h].any()
 
 
 @pytest.mark.parametrize("scale, seed", CASES)
