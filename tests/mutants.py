@@ -18,9 +18,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = {  # file -> what is run on its mutants
     "attention": "test_attention.py test_theory.py", "transformer": "test_transformer.py test_vit.py test_attention.py",
-    "mask_priors": "test_priors.py", "inits": "test_priors.py", "qk_init": "test_priors.py test_vit.py",
-    "theory": "test_theory.py", "persistence": "test_persistence.py test_train_gotu.py",
-    "boolean": "test_boolean.py", "arithmetic": "test_arithmetic.py", "images": "test_images.py",
+    "mask_priors": "test_priors.py", "inits": "test_priors.py", "rivals": "test_rivals.py",
+    "qk_init": "test_priors.py test_vit.py", "theory": "test_theory.py",
+    "persistence": "test_persistence.py test_train_gotu.py", "boolean": "test_boolean.py",
+    "arithmetic": "test_arithmetic.py", "images": "test_images.py",
     "text": "test_text.py", "runs": "test_runs.py test_scripts.py", "records": "test_runs.py test_scripts.py",
     "parallel": "test_runs.py test_train_vit.py", "bench": "test_bench.py",
     **{f"train_{name}": f"test_train_{name}.py test_scripts.py -m {name}" for name in ("gotu", "arith", "vit", "lm")},

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tinymask import Encoder, MaskedAttention, arithmetic, boolean, inits, mask_priors, qk_init
+from tinymask import Encoder, MaskedAttention, arithmetic, boolean, inits, mask_priors, qk_init, rivals
 from tinymask.persistence import attention_maps
 from tinymask.transformer import init_weights
 
@@ -101,7 +101,7 @@ def test_with_cls_keeps_heads():
 
 def set_up(name, learnable=True):
     layer = MaskedAttention(4, 2)
-    inits.set_prior(layer, inits.INITS[name], mask_priors.to_mask(torch.eye(3)))
+    inits.set_prior(layer, inits.INITS[name], mask_priors.to_mask(torch.eye(3)), rivals.distance_index(3))
     return layer
 
 
@@ -109,8 +109,10 @@ def set_up(name, learnable=True):
 def test_what_each_name_sets(name):
     """From the names alone: who has a mask, what it adds to the logits, what is trained."""
     layer, prior = set_up(name), mask_priors.to_mask(torch.eye(3))
-    masked = name.startswith("mask") or name in ("bias", "alibi")
+    masked = name.startswith("mask") or name in ("bias", "alibi", "rotary-mask")
     assert (layer.mask is not None) == masked
+    assert (layer.position_bias is not None, layer.rotate) == (
+        name == "relative", rivals.rotary if name.startswith("rotary") else None)
     if masked:
         assert layer.mask.requires_grad == (name not in ("mask-frozen", "mask-hard", "alibi"))
         added = F.logsigmoid(layer.mask) if layer.squash else layer.mask
@@ -127,8 +129,9 @@ def test_columns_of_the_table_that_scripts_read():
 
     assert names(query_key="svd") == {"svd", "svd-frozen", "svd-fixed"}
     assert names(query_key="opt") == {"opt", "opt-frozen"}
-    assert names(shuffled=True) == {"mask-shuffled"} and names(positions=False) == {"mask-only"}
-    assert names(design="literal") == {"mask-literal"} and names(design="slopes") == {"mask-slopes", "alibi"}
+    assert names(shuffled=True) == {"mask-shuffled"} and names(design="literal") == {"mask-literal"}
+    assert names(positions=False) == {"mask-only", "rotary", "rotary-mask"}
+    assert names(design="slopes") == {"mask-slopes", "alibi", "rotary-mask"}
     assert {name: inits.INITS[name].closed for name in inits.INITS if inits.INITS[name].closed is not None} == {
         "mask-only": -30.0, "mask-hard": -math.inf}
     with pytest.raises(ValueError, match="no init 'nosuch'"):

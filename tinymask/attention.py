@@ -18,6 +18,7 @@ mask        M               mask logits, (N, N) or (H, N, N)
 weights     softmax(...)    attention weights, (B, H, N, N)
 """
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn as nn
@@ -98,8 +99,9 @@ class MaskedAttention(nn.Module):
     """Multi-head self-attention whose structural prior is the parameter `.mask` (M, or None).
 
     (B, N, D) -> (B, N, D). head_dim None: dim // heads. mask: as in `set_mask`. A causal layer takes inputs shorter
-    than its mask, and uses the top left corner. Raises ValueError for a dim that heads does not divide, for a mask
-    as `set_mask` does, and for an input of another length than the mask's.
+    than its mask, and uses the top left corner. `.position_bias` and `.rotate` are attributes, None unless set. Raises
+    ValueError for a dim that heads does not divide, for a mask as `set_mask` does, for an input of another length than
+    the mask's, and for one when there is a position_bias beside the mask.
     """
 
     def __init__(self, dim: int, heads: int, head_dim: int | None = None, mask: Tensor | None = None,
@@ -119,6 +121,9 @@ class MaskedAttention(nn.Module):
         self.register_parameter("mask", None)
         if mask is not None:
             self.set_mask(mask)
+        # what people use in place of a mask, see `rivals`
+        self.position_bias: nn.Module | None = None  # n tokens -> (H, n, n), added to the logits as it is
+        self.rotate: Callable[[Tensor], Tensor] | None = None  # of query and of key, (B, H, N, Dh) each
 
     def set_mask(self, mask: Tensor, learnable: bool = True, squash: bool = True) -> None:
         """Make a copy of mask, (N, N) or (H, N, N), the parameter M; squash: see `masked_attention`.
@@ -138,18 +143,24 @@ class MaskedAttention(nn.Module):
         """Projected and split into heads: (B, N, D) -> (B, H, N, Dh) each."""
         query = self.query(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, N, Dh)
         key = self.key(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, N, Dh)
+        if self.rotate is not None:
+            query, key = self.rotate(query), self.rotate(key)
         return query, key
 
     def weights(self, x: Tensor) -> Tensor:  # (B, N, D)
         """Attention weights of this layer on its input x: (B, N, D) -> (B, H, N, N)."""
         query, key = self.query_and_key(x)  # (B, H, N, Dh) each
-        mask, tokens = None, x.shape[1]
+        mask, squash, tokens = None, self.squash, x.shape[1]
         if self.mask is not None:
             size = self.mask.shape[-1]
             if tokens > size or tokens < size and not self.causal:
                 raise ValueError(f"{tokens} tokens, the mask is for {size}")
             mask = self.mask[..., :tokens, :tokens]
-        return attention_weights(query, key, mask, self.causal, self.squash)
+        if self.position_bias is not None:
+            if mask is not None:
+                raise ValueError("a layer has a mask or a position_bias, not both")
+            mask, squash = self.position_bias(tokens), False
+        return attention_weights(query, key, mask, self.causal, squash)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, N, D)
         weights = self.weights(x)  # (B, H, N, N)

@@ -5,6 +5,7 @@ script's own `INITS`), and the name works on that script's command line, in its 
 
     default, svd, opt, mimetic, impulse       no prior, and the query-key family (`qk_init`)
     mask, mask-only, mask-literal, ...        the mask family (`mask_priors`)
+    relative, rotary, rotary-mask             what people use in place of a mask, and both (`rivals`)
     the rest                                  controls: what would show that something else does the work
 
 Shapes: N tokens, H heads; a support or mask is (N, N) or (H, N, N).
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinymask.attention import MaskedAttention
+from tinymask.rivals import RelativeBias, rotary
 
 
 def as_it_is(logits: Tensor) -> Tensor:
@@ -38,6 +40,8 @@ class Init(NamedTuple):
     shuffled: bool = False  # each row of the support in random order
     closed: float | None = None  # mask logit of closed pairs, whatever --closed says
     positions: bool = True  # False: no position codes
+    relative: bool = False  # a learned number for each head and relative position, beside the position codes
+    rotary: bool = False  # query and key turned by their positions
 
 
 INITS = {
@@ -51,6 +55,9 @@ INITS = {
     # what leaks through a closed pair is a bit alone, hence -30: the mask is what tells tokens apart
     "mask-only": Init(mask=as_it_is, design="alone", closed=-30.0, positions=False),
     "mask-slopes": Init(mask=as_it_is, design="slopes"),
+    "relative": Init(relative=True),
+    "rotary": Init(rotary=True, positions=False),
+    "rotary-mask": Init(mask=as_it_is, design="slopes", rotary=True, positions=False),
     # controls
     "mask-zero": Init(mask=torch.zeros_like),
     "mask-frozen": Init(mask=as_it_is, learnable=False),
@@ -73,10 +80,17 @@ def rows(names: Iterable[str]) -> dict[str, Init]:
     return {name: INITS[name] for name in names}
 
 
-def set_prior(attention: MaskedAttention, init: Init, logits: Tensor) -> None:
-    """Give a layer what a row says of M, for a prior with these mask logits, and of training W_Q and W_K."""
+def set_prior(attention: MaskedAttention, init: Init, logits: Tensor, index: Tensor | None = None) -> None:
+    """Give a layer what a row says of M, for a prior with these mask logits, of its rivals and of training W_Q, W_K.
+
+    index: which relative position a pair has, see `rivals.RelativeBias`; a row that is `relative` needs it.
+    """
     if init.mask is not None:
         attention.set_mask(init.mask(logits), learnable=init.learnable, squash=init.squash)
+    if init.relative:
+        attention.position_bias = RelativeBias(index, attention.heads)  # type: ignore[arg-type]
+    if init.rotary:
+        attention.rotate = rotary
     if init.freeze_query_key:
         attention.query.requires_grad_(False)
         attention.key.requires_grad_(False)

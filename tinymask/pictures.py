@@ -23,6 +23,7 @@ COLOURS = {
     "mask-zero": "#bdbdbd", "mask-frozen": "#ff8a80", "mask-hard": "#5d1010", "mask-shuffled": "#8d6e63",
     "mask-literal": "#e6a13c", "bias": "#f06292", "svd-frozen": "#80b1d3", "opt-frozen": "#98df8a",
     "mimetic": "#17a2b8", "impulse": "#3f51b5", "mask-slopes": "#ff7f0e", "alibi": "#556b2f",
+    "relative": "#00d9c0", "rotary": "#111111", "rotary-mask": "#e6c700",
 }
 
 

@@ -12,6 +12,7 @@ Initialisation, all of it, by `init_weights` from one explicit generator (`tests
     | bias of linear layers, patches     | 0                                               |
     | layer norm                         | scale 1, shift 0                                |
     | mask M                             | none here: a prior sets it (`inits`)            |
+    | table of relative positions        | 0, by `rivals.RelativeBias`                     |
 
 Shapes: B batch, N tokens, D width (`dim`), H heads, V vocabulary, S side of an image. The paper's symbols: its
 X is `x`, (B, N, D), its M a block's `attention.mask`, its d `head_dim`. What the layers attend to is had by
@@ -249,9 +250,12 @@ def parameter_groups(model: nn.Module, *, lr: float, mask_lr: float, weight_deca
                      mask_weight_decay: float = 0.0) -> list[dict]:
     """Two optimiser groups, complete and disjoint: all parameters but the masks, and the masks, by default not decayed.
 
-    Decay would pull M to 0, that is to no prior. Frozen parameters are in neither group.
+    Decay would pull M to 0, that is to no prior. A layer's position_bias is in the masks' group: as a mask's rival it
+    has the mask's rate and, by default, no decay. Frozen parameters are in neither group.
     """
-    of_masks = list(masks(model).values())
+    biases = nn.ModuleList(layer.position_bias for layer in model.modules()
+                           if isinstance(layer, MaskedAttention) and layer.position_bias is not None)
+    of_masks = [*masks(model).values(), *biases.parameters()]
     others = [p for p in model.parameters() if not any(p is mask for mask in of_masks)]
     return [
         {"params": [p for p in params if p.requires_grad], "lr": rate, "weight_decay": decay}

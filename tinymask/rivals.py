@@ -1,0 +1,74 @@
+"""What people use in place of a mask: a learned bias for each relative position, and rotary positions.
+
+A `MaskedAttention` has a place for each. Both say how tokens lie to each other, as a mask of nearness does:
+
+    layer.position_bias = RelativeBias(distance_index(64), heads)    # T5's, and Swin's with offset_index(side)
+    layer.rotate = rotary                                            # query and key turned by their positions
+
+Shapes: B batch, N tokens, H heads, Dh width of a head, K numbers that a head learns.
+"""
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class RelativeBias(nn.Module):
+    """A learned number for each head and relative position, added to the logits as it is.
+
+    Of T5 (arXiv 1910.10683) and, for patches, Swin (2103.14030). Each layer has its own here; T5's layers share one.
+    index (N, N), int64: which of a head's K = index.max() + 1 numbers a pair has. `table` (H, K) starts at zero, that
+    is as plain attention. Called with n <= N tokens: (H, n, n). Raises ValueError for more.
+    """
+
+    index: Tensor
+
+    def __init__(self, index: Tensor, heads: int):
+        super().__init__()
+        self.register_buffer("index", index, persistent=False)
+        self.table = nn.Parameter(torch.zeros(heads, int(index.max()) + 1))  # (H, K)
+
+    def forward(self, tokens: int) -> Tensor:
+        if tokens > len(self.index):
+            raise ValueError(f"{tokens} tokens, the position bias is for {len(self.index)}")
+        # table[:, index], but its gradient is the same to the last bit with any number of threads
+        return F.embedding(self.index[:tokens, :tokens], self.table.T).permute(2, 0, 1)  # (H, n, n)
+
+
+def distance_index(tokens: int) -> Tensor:
+    """For causal language: pair (i, j) has number i - j, T5's idea without its buckets. (N, N).
+
+    What lies ahead has number 0, and is hidden.
+
+    >>> distance_index(3).tolist()
+    [[0, 0, 0], [1, 0, 0], [2, 1, 0]]
+    """
+    n = torch.arange(tokens)
+    return (n[:, None] - n).clamp(min=0)
+
+
+def offset_index(side: int) -> Tensor:
+    """For a square of patches, row by row: a number for each of the (2 side - 1)^2 offsets (down, right). (N, N).
+
+    Offset (a, b) from query to key, in patches, has number (a + side - 1) (2 side - 1) + b + side - 1.
+
+    >>> offset_index(2).tolist()
+    [[4, 5, 7, 8], [3, 4, 6, 7], [1, 2, 4, 5], [0, 1, 3, 4]]
+    """
+    down, right = torch.arange(side).repeat_interleave(side), torch.arange(side).repeat(side)  # (N,) each
+    return (down - down[:, None] + side - 1) * (2 * side - 1) + right - right[:, None] + side - 1
+
+
+def rotary(x: Tensor, base: float = 10_000.0) -> Tensor:
+    """Queries or keys turned by their positions 0 ... N - 1 (arXiv 2104.09864): (B, H, N, Dh) -> the same.
+
+    Columns 2k and 2k + 1 are a pair; at position n it is turned by n base^(-2k / Dh) radians, so that a query and a key
+    know of their positions the difference alone. Raises ValueError for an odd Dh.
+    """
+    tokens, width = x.shape[-2:]
+    if width % 2:
+        raise ValueError(f"rotary positions turn pairs of columns; wanted an even head_dim, got {width}")
+    speed = base ** -(torch.arange(0, width, 2, device=x.device) / width)  # (Dh / 2,)
+    angle = torch.arange(tokens, device=x.device)[:, None] * speed  # (N, Dh / 2)
+    cos, sin, a, b = angle.cos(), angle.sin(), x[..., 0::2], x[..., 1::2]  # a, b: (B, H, N, Dh / 2)
+    return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2).to(x.dtype)
