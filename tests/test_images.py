@@ -1,4 +1,5 @@
 """Image sets from files of the exact official layout and from folders, the built-in sets, batches, augmentation."""
+import functools
 import gzip
 import hashlib
 import itertools
@@ -179,9 +180,7 @@ def test_decoding_by_hand(folder):
 
 
 def test_broken_folders_and_images_are_named(folder, monkeypatch):
-    def load():
-        return images.load_folder(folder, 8, 2)
-
+    load = functools.partial(images.load_folder, folder, 8, 2)
     x, y, *_ = load()
     for broken in (b"not an image", (folder / "train" / "a" / "0.png").read_bytes()[:50]):
         (folder / "train" / B / "0.png").write_bytes(broken)
@@ -245,10 +244,10 @@ def test_batches_of_tensors_are_drawn_one_by_one():
 
 @pytest.mark.parametrize("tensor", [True, False])
 def test_in_order_and_sample_and_what_workers_get_can_be_pickled(tensor, folder, monkeypatch):
-    def loader(dataset, num_workers, worker_init_fn, collate_fn, **options):  # Windows and macOS spawn workers
-        dataset, worker_init_fn, collate_fn = pickle.loads(pickle.dumps((dataset, worker_init_fn, collate_fn)))
-        assert num_workers > 0
-        return make(dataset, num_workers=num_workers, worker_init_fn=worker_init_fn, collate_fn=collate_fn, **options)
+    def loader(dataset, **options):  # Windows and macOS spawn workers
+        assert options["num_workers"] > 0
+        dataset, options = pickle.loads(pickle.dumps((dataset, options)))
+        return make(dataset, **options)
 
     make = images.DataLoader
     monkeypatch.setattr(images, "DataLoader", loader)
