@@ -25,22 +25,17 @@ from tinymask.transformer import GPT, Encoder, init_weights, parameter_counts, p
 TASKS = list(arithmetic.OPERATIONS)
 CONTROLS = ["mask-zero", "mask-frozen", "mask-shuffled", "bias", "svd-frozen", "opt-frozen"]
 INITS = inits.rows(["default", "svd", "opt", "mask", "mask-literal", *CONTROLS])
-READOUTS = {"token": "none", "mean": "mean"}  # as Encoder calls them
-PRESETS = {
-    "small": dict(steps=400, batch_size=256, lr=1e-3, weight_decay=1e-3, dim=128, depth=3, heads=4, head_dim=32,
-                  mlp_dim=256, token_std=0.02, position_std=0.02, open=5.0, closed=-5.0, digits=3,
-                  fraction=[0.001, 0.004], eval_size=10_000),
-    # Table 8; 800 steps are 50 epochs of 4,000 pairs
-    "paper": dict(steps=800, batch_size=256, lr=1e-3, weight_decay=1e-3, dim=256, depth=6, heads=4, head_dim=64,
-                  mlp_dim=256, token_std=0.02, position_std=0.02, open=5.0, closed=-5.0, digits=3, fraction=[0.004],
-                  eval_size=10_000),
-}
+PRESETS = {"small": dict(steps=400, batch_size=256, lr=1e-3, weight_decay=1e-3, dim=128, depth=3, heads=4, head_dim=32,
+                         mlp_dim=256, token_std=0.02, position_std=0.02, open=5.0, closed=-5.0, digits=3,
+                         fraction=[0.001, 0.004], eval_size=10_000)}
+# Table 8; 800 steps are 50 epochs of 4,000 pairs
+PRESETS["paper"] = PRESETS["small"] | dict(steps=800, dim=256, depth=6, head_dim=64, fraction=[0.004])
 OF_TASK = {  # where multiplication differs; 5,900 steps are 50 epochs of 30,000 pairs
     "small": {"mul": dict(digits=2, fraction=[0.3], eval_size=5000, token_std=1.0)},
     "paper": {"mul": dict(fraction=[0.03], steps=5900, token_std=1.0)},
 }
 SMOKE = dict(steps=10, dim=32, depth=4, head_dim=8, mlp_dim=32, eval_size=1000)
-MEASURED = ["exact_match", "digit_accuracy", "loss", "steps_to_75", "steps_to_99"]  # the columns of the table
+MEASURED = {"exact_match": 4, "digit_accuracy": 4, "loss": 4, "steps_to_75": 0, "steps_to_99": 0}  # columns, decimals
 EVALUATIONS, POINTS, PROBE = 25, 2000, 256  # on a curve, at most; problems that it, and that attention, is measured on
 PAPER = {  # Table 2: whole answers, digits, loss
     ("add", "default"): (0.0119, 0.4059, 4.51), ("add", "svd"): (0.0087, 0.3856, 4.59),
@@ -63,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     add = flags.add_argument
     add("--mode", choices=["one-pass", "autoregressive"], default="one-pass",
         help="all digits of an answer at once, or one after the other (default: one-pass)")
-    add("--readout", choices=list(READOUTS),
+    add("--readout", choices=["token", "mean"],
         help="one-pass: a digit from each token, or all from their mean (default: token)")
     add("--order", choices=["plain", "reversed"], help="autoregressive: of the answer's digits (default: plain)")
     add("--fraction", type=runs.number(float, above=0), nargs="+", metavar="F", help="of all pairs, shown in training")
@@ -99,66 +94,74 @@ def settings(argv: list[str] | None, task: str | None) -> Args:
     return args
 
 
-def load_problems(args: Args, task: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], float]:
-    """(inputs, answers) to learn from and to be asked: token ids (P, N) and digits (P, A); of the latter, the fraction
-    whose mirror image is among the former.
+def one_fraction_each(argv: list[str] | None, tasks: list[str]) -> list[tuple[str, Args]]:
+    """(task, its flags with one fraction) of all runs, in order; leaves with one line where there is no such run."""
+    args_of = []
+    for task in tasks:
+        args = settings(argv, task)
+        with runs.refused(f"--heads, --depth, {task}"):
+            for init in args.inits:
+                prior(args, task, init, 0)
+        for part in dict.fromkeys(args.fraction):
+            args_of.append((task, Args(**vars(args) | {"fraction": part})))
+            with runs.refused(f"--fraction, {task}"):
+                load_pairs(args_of[-1][1])
+    return args_of
 
-    Evaluation takes its problems from the end of the split: the same ones for all fractions that leave enough.
-    An autoregressive model reads the answer too, so training inputs are whole sequences but the last
-    token; evaluation inputs are cut from the same encoding, up to and with "=".
+
+def load_pairs(args: Args) -> tuple[Tensor, Tensor]:
+    """The pairs that training shows, and those that evaluation asks: two tensors (P, 2). ValueError if none is left.
+
+    Evaluation takes its pairs from the end of the split: the same ones for all fractions that leave enough.
     """
     shown, asked = arithmetic.split(args.fraction, args.digits, args.split)
     if args.mirrors == "apart":
         asked = asked[~arithmetic.mirrored(shown, asked)]
         if not len(asked):
             raise ValueError(f"--mirrors apart: {len(shown)} pairs are shown, and no other is left to be asked")
-    if args.eval_size != "all":
-        asked = asked[-args.eval_size:]
-    mirrored = arithmetic.mirrored(shown, asked).float().mean().item()
+    return shown, asked if args.eval_size == "all" else asked[-args.eval_size:]
+
+
+def encode(args: Args, task: str, pairs: Tensor) -> tuple[Tensor, Tensor]:
+    """(inputs, answers) of pairs (P, 2): token ids (P, N), and digits (P, A) in the order in which they are written.
+
+    An autoregressive model reads the answer too, so its inputs are whole sequences but the last token.
+    """
     if args.mode == "one-pass":
-        return arithmetic.encode(task, shown, args.digits), arithmetic.encode(task, asked, args.digits), mirrored
-    prompt, reverse = arithmetic.prompt_length(args.digits), args.order == "reversed"
-    train, rest = (arithmetic.encode_sequence(task, pairs, args.digits, reverse) for pairs in (shown, asked))
-    return (train[:, :-1], train[:, prompt:]), (rest[:, :prompt], rest[:, prompt:]), mirrored
+        return arithmetic.encode(task, pairs, args.digits)
+    sequence = arithmetic.encode_sequence(task, pairs, args.digits, args.order == "reversed")
+    return sequence[:, :-1], sequence[:, arithmetic.prompt_length(args.digits):]
 
 
 def digit_logits(args: Args, task: str, model: nn.Module, inputs: Tensor) -> Tensor:
-    """Scores of the digits of the answers in the order in which they are written, (B, A, classes), in one pass."""
-    width, output = arithmetic.answer_width(task, args.digits), model(inputs)
-    if args.mode == "autoregressive":
-        return output[:, -width:]
-    if args.readout == "token":
-        return output[:, arithmetic.answer_tokens(task, args.digits)[::-1]]
-    return output.unflatten(-1, (width, 10))
+    """Scores of the answers' digits, each given those before it: (B, N) -> (B, A, classes), in one pass."""
+    output = model(inputs)
+    if args.readout == "mean":
+        return output.unflatten(-1, (-1, 10))
+    return output[:, sorted(arithmetic.answer_tokens(task, args.digits, args.mode == "autoregressive"))]
 
 
 @torch.no_grad()
-def predict(args: Args, task: str, model: nn.Module, inputs: Tensor, answers: Tensor) -> tuple[Tensor, float]:
-    """Answers of the model (P, A), and the loss: a mean over digits, each given those before it."""
+def scores(args: Args, task: str, model: nn.Module, inputs: Tensor, answers: Tensor) -> dict[str, float]:
+    """Of the model's own answers the fractions of whole ones and of digits that are right; mean loss of a digit."""
     guesses, loss = [], 0.0
     model.eval()
-    for prompt, answer in zip(inputs.split(1000), answers.split(1000)):
-        if args.mode == "one-pass":
-            logits = digit_logits(args, task, model, prompt)
-            guesses.append(logits.argmax(-1))
-        else:
-            logits = digit_logits(args, task, model, torch.cat([prompt, answer[:, :-1]], dim=1))
-            sequence = prompt  # the answer, one digit after the other, from what was answered before
-            for _ in range(answer.shape[1]):
-                sequence = torch.cat([sequence, model(sequence)[:, -1:].argmax(-1)], dim=1)
-            guesses.append(sequence[:, prompt.shape[1]:])
+    for ids, answer in zip(inputs.split(1000), answers.split(1000)):
+        logits = digit_logits(args, task, model, ids)
         loss += F.cross_entropy(logits.flatten(0, 1), answer.flatten(), reduction="sum").item()
+        guess = logits.argmax(-1)
+        if args.mode == "autoregressive":  # one digit after the other, from what was answered before
+            guess = ids[:, :arithmetic.prompt_length(args.digits)]
+            for _ in range(answer.shape[1]):
+                guess = torch.cat([guess, model(guess)[:, -1:].argmax(-1)], dim=1)
+            guess = guess[:, -answer.shape[1]:]
+        guesses.append(guess)
     model.train()
-    return torch.cat(guesses), loss / answers.numel()
-
-
-def scores(args: Args, task: str, model: nn.Module, inputs: Tensor, answers: Tensor) -> dict[str, float]:
-    """The figures of the table on some problems: fractions of answers and of digits, mean loss; NaN if it is."""
-    guesses, loss = predict(args, task, model, inputs, answers)
     if not math.isfinite(loss):  # argmax over NaN would answer 0, and be right at times
         return dict.fromkeys(("exact_match", "digit_accuracy", "loss"), math.nan)
-    exact, digits = arithmetic.grade(guesses, answers)
-    return {"exact_match": exact / len(answers), "digit_accuracy": digits / answers.numel(), "loss": loss}
+    exact, digits = arithmetic.grade(torch.cat(guesses), answers)
+    return {"exact_match": exact / len(answers), "digit_accuracy": digits / answers.numel(),
+            "loss": loss / answers.numel()}
 
 
 def prior(args: Args, task: str, init: str, seed: int) -> list[Tensor]:
@@ -176,13 +179,15 @@ def build(args: Args, task: str, init: str, seed: int, inputs: Tensor) -> tuple[
 
     inputs: training inputs, on which svd and opt are solved.
     """
-    row, shape = INITS[init], {name: vars(args)[name] for name in ("dim", "depth", "heads", "head_dim", "mlp_dim")}
+    row, tokens = INITS[init], inputs.shape[1]
+    shape = {name: vars(args)[name] for name in ("dim", "depth", "heads", "head_dim", "mlp_dim")}
     model: Encoder | GPT
     if args.mode == "autoregressive":
-        model = GPT(vocabulary=arithmetic.VOCABULARY, block=inputs.shape[1], **shape)
+        model = GPT(vocabulary=arithmetic.VOCABULARY, block=tokens, **shape)
     else:
-        outputs = 10 if args.readout == "token" else 10 * arithmetic.answer_width(task, args.digits)
-        model = Encoder(vocabulary=10, tokens=inputs.shape[1], outputs=outputs, pooling=READOUTS[args.readout], **shape)
+        outputs, pooling = (10, "none") if args.readout == "token" else (
+            10 * arithmetic.answer_width(task, args.digits), "mean")
+        model = Encoder(vocabulary=10, tokens=tokens, outputs=outputs, pooling=pooling, **shape)
     init_weights(model, runs.generator(seed, "weights"), args.token_std, args.position_std)
     supports = prior(args, task, init, seed)
     if row.query_key:
@@ -195,11 +200,6 @@ def build(args: Args, task: str, init: str, seed: int, inputs: Tensor) -> tuple[
     return model, supports
 
 
-def first_step(curve: list[dict], accuracy: float) -> int | None:
-    """The first evaluated step with so many answers right, None if there is none."""
-    return next((point["step"] for point in curve if point["exact_match"] >= accuracy), None)
-
-
 def print_table(common: Args, args_of: list[tuple[str, Args]], results: list[dict]) -> None:
     """This run and, at the paper's settings, its Table 2."""
     rows = []
@@ -209,7 +209,7 @@ def print_table(common: Args, args_of: list[tuple[str, Args]], results: list[dic
         for init in common.inits:
             these = [r["metrics"] for r in results
                      if (r["task"], r["config"]["fraction"], r["init"]) == (task, args.fraction, init)]
-            cells = [runs.mean_std([m[name] for m in these], 4 * (name in MEASURED[:3])) for name in MEASURED]
+            cells = [runs.mean_std([m[name] for m in these], digits) for name, digits in MEASURED.items()]
             figures = PAPER.get((task, init), ("-",) * 3) if records.same_settings(args, paper) else ("-",) * 3
             rows.append([f"{task} {100 * args.fraction:g}% {init}", *cells, runs.mass_cell(these), *figures])
     header = ["", "exact match", "digits", "loss", "steps to 75 %", "to 99 %", "support mass",
@@ -219,37 +219,27 @@ def print_table(common: Args, args_of: list[tuple[str, Args]], results: list[dic
 
 
 def plot(common: Args, args_of: list[tuple[str, Args]], results: list[dict], path: Path) -> None:
-    """Whole answers right: against the step, one panel a fraction; and at the end against the fraction."""
-    shown = {task: [args.fraction for name, args in args_of if name == task] for task in common.tasks}
-    columns, panels = max(map(len, shown.values())) + 1, []
+    """Whole answers right: against the step, one panel a fraction; of several fractions, at the end against them."""
     usual: dict = {"ylabel": "whole answers right", "ylim": (-0.02, 1.02)}
-    for task, fractions in shown.items():
-        panels += [usual | {"title": f"{task}, {100 * part:g} % of all pairs", "lines": pictures.series(
-            results, "exact_match", task=task, fraction=part)} for part in fractions]
-        ends: dict[str, list] = {}
-        for r in (r for r in results if r["task"] == task and not r["diverged"]):
-            ends.setdefault(r["init"], []).append(([r["config"]["fraction"]], [r["metrics"]["exact_match"]]))
-        panels.append(usual | {"title": f"{task}, at the end", "xlabel": "fraction of all pairs", "points": True,
-                               "lines": ends} if len(fractions) > 1 else {})
-        panels += [{}] * (columns - len(fractions) - 1)
+    rows = []
+    for task in common.tasks:
+        fractions = [args.fraction for name, args in args_of if name == task]
+        rows.append([usual | {"title": f"{task}, {100 * part:g} % of all pairs", "lines": pictures.series(
+            results, "exact_match", task=task, fraction=part)} for part in fractions])
+        if len(fractions) > 1:
+            ends = {init: [([r["config"]["fraction"]], [r["metrics"]["exact_match"]]) for r in results
+                           if (r["task"], r["init"], r["diverged"]) == (task, init, False)] for init in common.inits}
+            rows[-1].append(usual | {"title": f"{task}, at the end", "xlabel": "fraction of all pairs",
+                                     "points": True, "lines": ends})
+    columns = max(map(len, rows))
+    panels = [panel for row in rows for panel in row + [{}] * (columns - len(row))]
     pictures.curves(panels, common.inits, path, columns)
 
 
 @runs.script
 def main(argv: list[str] | None = None) -> list[dict]:
     common = settings(argv, None)
-    args_of = []  # (task, flags with one fraction)
-    for task in common.tasks:
-        args = settings(argv, task)
-        for part in dict.fromkeys(args.fraction):
-            args_of.append((task, Args(**vars(args) | {"fraction": part})))
-    for task, args in args_of:
-        with runs.refused(f"--fraction, {task}"):
-            arithmetic.split(args.fraction, args.digits)
-            if args.mirrors == "apart":
-                load_problems(args, task)
-        with runs.refused(f"--heads, --depth, {task}"):
-            prior(args, task, "mask", 0)
+    args_of = one_fraction_each(argv, common.tasks)
     if common.plot:
         with runs.refused("--plot"):
             pictures.require()
@@ -261,7 +251,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
         args, task = run.args, run.task
 
         # data
-        (inputs, answers), (prompts, goals), mirrored = load_problems(args, task)
+        shown, asked = load_pairs(args)
+        (inputs, answers), (prompts, goals) = encode(args, task, shown), encode(args, task, asked)
         print(f"{run.name}: {args.digits} digits, {args.mode}, {len(inputs)} problems to learn from, {len(goals)} "
               f"others to be tested on, {args.steps} steps")
 
@@ -293,14 +284,17 @@ def main(argv: list[str] | None = None) -> list[dict]:
             if records.evaluation_due(step, args.steps, EVALUATIONS):
                 point = {"train_loss": run.loss, **scores(args, task, model, prompts[-POINTS:], goals[-POINTS:]),
                          "support_mass": support_mass(attention_maps(model, probe), supports, causal)}
-                records.add_point(run, point, "loss", "exact {exact_match:.2%}, digits {digit_accuracy:.2%}, "
-                                                      "loss {loss:.3f}")
+                records.add_point(run, point, "loss",
+                                  "exact {exact_match:.2%}, digits {digit_accuracy:.2%}, loss {loss:.3f}")
 
         # evaluation
         metrics = scores(args, task, model, prompts, goals) | {
-            "evaluated": len(goals), "mirrored": mirrored, "fraction": args.fraction, "mode": args.mode,
-            "readout": args.readout, "steps_to_75": first_step(run.curve, 0.75),
-            "steps_to_99": first_step(run.curve, 0.99)} | measures(before, snapshot(model, probe), supports, causal)
+            "evaluated": len(goals), "mirrored": arithmetic.mirrored(shown, asked).float().mean().item(),
+            "fraction": args.fraction, "mode": args.mode, "readout": args.readout}
+        for percent in (75, 99):  # the first evaluated step with so many answers right
+            metrics[f"steps_to_{percent}"] = next(
+                (point["step"] for point in run.curve if point["exact_match"] >= percent / 100), None)
+        metrics |= measures(before, snapshot(model, probe), supports, causal)
         results.append(records.finish(run, metrics, parameter_counts(model)))
 
     print_table(common, args_of, results)
