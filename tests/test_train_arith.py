@@ -1,53 +1,60 @@
 """train_arith.py against a loop of a few lines, written from the paper; its figures against answers made by hand."""
 import functools
-import itertools
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import SHARED_FLAGS, assert_moved, assert_same, checkpoint, set_masks, train, words
+from reference import SHARED_FLAGS, assert_same, checkpoint, set_masks, train, words
 
 import train_arith
-from tinymask import GPT, Encoder, arithmetic, init_weights, mask_priors, qk_init, runs
+from tinymask import GPT, Encoder, arithmetic, init_weights, mask_priors, pictures, qk_init, runs
 from tinymask.inits import shuffled
-from tinymask.persistence import attention_maps
+from tinymask.persistence import attention_maps, support_mass
 
 pytestmark = pytest.mark.arith
 TINY = dict(digits=2, steps=3, dim=12, depth=3, heads=4, head_dim=4, mlp_dim=16, batch_size=16, fraction=0.01,
             eval_size=50)
-SMALL = TINY | dict(lr=1e-3, weight_decay=1e-3, token_std=0.02, position_std=0.02, open=5.0, closed=-5.0,
+SMALL = TINY | dict(lr=1e-3, weight_decay=1e-3, token_std=0.02, position_std=0.02, open=5.0, closed=-5.0, mirrors="any",
                     split=260800418, mode="one-pass", readout="token", order="plain", bf16=False)
-FORMS = [["--readout", "token"], ["--readout", "mean"], ["--mode", "autoregressive"],
-         ["--mode", "autoregressive", "--order", "reversed"]]
+DIGIT_BY_DIGIT = {"mode": "autoregressive"}
+FORMS = [{}, {"readout": "mean"}, DIGIT_BY_DIGIT, DIGIT_BY_DIGIT | {"order": "reversed"}]
 
 
-def run(out, task, init, *flags, tiny=TINY):
-    return train_arith.main([*words(tiny), "--tasks", task, "--inits", init, "--out", str(out), *flags])
+def run(out, task, init, flags=None, *more):
+    flags = words(TINY | (flags or {}))
+    return train_arith.main([*flags, "--tasks", task, "--inits", init, "--out", str(out), *more])
+
+
+def written(pairs, task, f):
+    """What is read of each problem, "05+17=" or "0517", and the digits of its answer in their order, as tensors."""
+    rows, n = [], f["digits"]
+    plus, equals = ("+", "=") if f["mode"] == "autoregressive" else ("", "")
+    for a, b in pairs:
+        answer = f"{a + b:0{n + 1}}" if task == "add" else f"{a * b:0{2 * n}}"
+        rows.append((f"{a:0{n}}{plus}{b:0{n}}{equals}", answer[::-1 if f["order"] == "reversed" else 1]))
+    return [torch.tensor([["0123456789+=".index(c) for c in text] for text in part]) for part in zip(*rows)]
 
 
 def reference(task, init, seed, f):
-    """Section 5.2: cross-entropy of the answer's digits. f: the flags. Gives the weights."""
-    n, width = f["digits"], f["digits"] + 1 if task == "add" else 2 * f["digits"]
-    order = torch.randperm(100**n, generator=torch.Generator().manual_seed(f["split"]))
-    pairs = [divmod(k, 10**n) for k in order[: round(f["fraction"] * 100**n)].tolist()]
-    answers = [f"{a + b if task == 'add' else a * b:0{width}}" for a, b in pairs]
-    sequence, flipped = f["mode"] == "autoregressive", f["order"] == "reversed"
-    rows = []
-    for (a, b), answer in zip(pairs, answers):
-        text = f"{a:0{n}}+{b:0{n}}=" if sequence else f"{a:0{n}}{b:0{n}}"
-        rows.append(text + (answer[::-1] if flipped else answer)[:-1] * sequence)
-    inputs = torch.tensor([["0123456789+=".index(c) for c in row] for row in rows])
-    targets = torch.tensor([[int(c) for c in (answer[::-1] if flipped else answer)] for answer in answers])
-    sizes = {name: f[name] for name in ("dim", "depth", "heads", "head_dim", "mlp_dim")}
+    """Section 5.2: cross-entropy of the answer's digits. f: the flags. Gives weights, losses, and what is measured."""
+    n, sequence = f["digits"], f["mode"] == "autoregressive"
+    order = torch.randperm(100**n, generator=torch.Generator().manual_seed(f["split"])).tolist()
+    pairs = [divmod(k, 10**n) for k in order]
+    shown, rest = pairs[: round(f["fraction"] * 100**n)], pairs[round(f["fraction"] * 100**n):]
+    seen = set(shown)
+    asked = [(a, b) for a, b in rest if f["mirrors"] == "any" or (b, a) not in seen][-f["eval_size"]:]
+    (inputs, targets), (prompts, goals) = written(shown, task, f), written(asked, task, f)
+    width, sizes = targets.shape[1], {name: f[name] for name in ("dim", "depth", "heads", "head_dim", "mlp_dim")}
     if sequence:
+        inputs = torch.cat([inputs, targets[:, :-1]], dim=1)
         model = GPT(vocabulary=12, block=inputs.shape[1], **sizes)
     else:
         model = Encoder(vocabulary=10, tokens=2 * n, outputs=10 if f["readout"] == "token" else 10 * width,
                         pooling="none" if f["readout"] == "token" else "mean", **sizes)
     init_weights(model, runs.generator(seed, "weights"), f["token_std"], f["position_std"])
     design = "sequence" if sequence else "literal" if init == "mask-literal" else "ours"
-    supports = mask_priors.ARITHMETIC[design][task](n, f["depth"], f["heads"], flipped)
+    supports = mask_priors.ARITHMETIC[design][task](n, f["depth"], f["heads"], f["order"] == "reversed")
     if init == "mask-shuffled":
         draws = runs.generator(seed, "shuffle")
         supports = [shuffled(s, draws, sequence) for s in supports]
@@ -58,92 +65,129 @@ def reference(task, init, seed, f):
         qk_init.apply_layerwise(method, model, some, supports)
     set_masks(model, init, [mask_priors.to_mask(support, f["open"], f["closed"]) for support in supports])
 
-    def loss(draws):
-        batch = torch.randint(len(inputs), (f["batch_size"],), generator=draws)
-        with torch.autocast("cpu", torch.bfloat16, enabled=f["bf16"]):
-            output = model(inputs[batch])
+    def masses():
+        return support_mass(attention_maps(model, inputs[:256]), supports, sequence)
+
+    def digits_of(output):
         if sequence:
             output = output[:, -width:]
         elif f["readout"] == "token":  # the lowest n digits from b's tokens, the others from the first of a
             output = torch.cat([output[:, : width - n], output[:, n:]], dim=1)
-        output = output.float().reshape(-1, output.shape[-1] if sequence else 10)
-        return F.cross_entropy(output, targets[batch].flatten())
+        return output.float().reshape(len(output), width, -1)
 
-    return train(model, loss, f, seed, init)[0]
+    def loss(draws):
+        batch = torch.randint(len(inputs), (f["batch_size"],), generator=draws)
+        with torch.autocast("cpu", torch.bfloat16, enabled=f["bf16"]):
+            output = model(inputs[batch])
+        return F.cross_entropy(digits_of(output).flatten(0, 1), targets[batch].flatten())
+
+    start = masses()
+    state, losses = train(model, loss, f, seed, init)
+    with torch.no_grad():
+        logits = digits_of(model(torch.cat([prompts, goals[:, :-1]], dim=1) if sequence else prompts))
+        answers = logits.argmax(-1)
+        for place in range(width if sequence else 0):  # from its own digits, not from the right ones
+            own = digits_of(model(torch.cat([prompts, answers[:, :-1]], dim=1))).argmax(-1)
+            answers[:, place] = own[:, place]
+    return state, losses, {
+        "exact_match": (answers == goals).all(dim=1).float().mean().item(), "evaluated": len(asked),
+        "digit_accuracy": (answers == goals).float().mean().item(), "fraction": f["fraction"], "mode": f["mode"],
+        "loss": F.cross_entropy(logits.flatten(0, 1), goals.flatten()).item(), "support_mass_init": start,
+        "mirrored": sum((b, a) in seen for a, b in asked) / len(asked), "support_mass_final": masses()}
+
+
+def assert_is(result, state, wanted):
+    """A result line and its checkpoint are the reference's."""
+    weights, losses, figures = wanted
+    assert_same(state, weights)
+    assert [point["train_loss"] for point in result["curve"]] == pytest.approx(losses, rel=1e-4)
+    for name, value in figures.items():
+        assert result["metrics"][name] == (value if isinstance(value, str) else pytest.approx(value, rel=1e-4)), name
+    last = result["curve"][-1] | {"support_mass_final": result["curve"][-1]["support_mass"]}
+    assert all(result["metrics"][name] == last[name] for name in figures if name in last)
 
 
 @pytest.mark.parametrize("task, init, seed, flags", [
-    *((task, init, seed, {}) for task, init, seed in itertools.product(["add"], train_arith.INITS, [0, 1])),
-    *(("mul", init, 0, {}) for init in ("svd", "mask")),
-    *(("add", init, 0, {"mode": "autoregressive", "order": "reversed"}) for init in ("svd", "mask", "mask-shuffled"))])
+    *(("add", init, 0, {}) for init in train_arith.INITS),
+    *(("add", init, 1, {}) for init in train_arith.INITS if "frozen" not in init),
+    *(("mul", init, 0, flags) for init in ("svd", "mask") for flags in ({}, DIGIT_BY_DIGIT)),
+    *(("add", init, 0, FORMS[3]) for init in ("svd", "opt", "mask", "mask-shuffled"))])
 def test_three_steps_are_those_of_the_paper(task, init, seed, flags, tmp_path):
-    run(tmp_path, task, init, "--first-seed", str(seed), *words(flags))
+    (result,) = run(tmp_path, task, init, flags, "--first-seed", str(seed))
     scale = {"token_std": 1.0 if task == "mul" else 0.02}
-    assert_same(checkpoint(tmp_path)["model"], reference(task, init, seed, SMALL | flags | scale))
+    assert_is(result, checkpoint(tmp_path)["model"], reference(task, init, seed, SMALL | scale | flags))
 
 
+# one other value for each flag, and where the flag needs it, what it stands beside
 MOVED = dict(digits=3, steps=2, dim=8, depth=4, heads=2, head_dim=6, mlp_dim=9, batch_size=8, fraction=0.03, lr=0.01,
              mask_lr=0.5, weight_decay=0.3, token_std=0.7, position_std=0.6, open=2.0, closed=-3.0, split=3,
-             mode="autoregressive", readout="mean", order="reversed", bf16=True)
+             mode="autoregressive", readout="mean", order="reversed", bf16=True, eval_size=70, mirrors="apart")
+BESIDE = {"order": DIGIT_BY_DIGIT, "mirrors": {"fraction": 0.3}}
+COUPLED = {"mode": {"order", "readout"}, "lr": {"mask_lr"}}
+
 
 @pytest.mark.parametrize("name", MOVED)
 def test_each_flag_changes_what_it_says(name, tmp_path):
-    moved = {name: MOVED[name]} | ({"mode": "autoregressive"} if name == "order" else {})
-    (result,) = run(tmp_path, "add", "mask", *words(moved))
-    found = checkpoint(tmp_path)["model"]
-    assert_same(found, reference("add", "mask", 0, SMALL | moved))
-    coupled = {"mode": {"order", "readout"}, "order": {"mode", "readout"}, "lr": {"mask_lr"}}.get(name, set())
-    assert_moved(found, reference("add", "mask", 0, SMALL), result, vars(train_arith.settings([], "add")) | TINY,
-                 {name} | coupled)
+    plain = BESIDE.get(name, {})
+    moved = plain | {name: MOVED[name]}
+    (result,) = run(tmp_path, "add", "mask", moved)
+    found, (weights, _, figures) = checkpoint(tmp_path)["model"], reference("add", "mask", 0, SMALL | plain)
+    assert_is(result, found, reference("add", "mask", 0, SMALL | moved))
+    if name in ("eval_size", "mirrors"):  # what is asked, not what is learnt
+        assert_same(found, weights)
+        assert result["metrics"]["loss"] != pytest.approx(figures["loss"], rel=1e-6)
+    else:
+        assert any(name not in weights or found[name].shape != weights[name].shape
+                   or not torch.equal(found[name], weights[name]) for name in found)
+    usual = vars(train_arith.settings(words(TINY | plain), "add")) | (TINY | plain)
+    changed = {key for key, value in result["config"].items() if value != usual[key]}
+    assert changed - {"tasks", "inits"} == {name} | COUPLED.get(name, set())
 
 
 def test_no_flag_is_left_out():
-    below = {"tasks", "mirrors", "eval_size"}
-    assert {action.dest for action in train_arith.parser()._actions} == MOVED.keys() | SHARED_FLAGS | below
+    assert {action.dest for action in train_arith.parser()._actions} == MOVED.keys() | SHARED_FLAGS | {"tasks"}
 
 
-def problems(task, *flags):
-    args = train_arith.settings([*words(TINY), *flags], task)
+def flags_of(task, **flags):
+    args = train_arith.settings(words(TINY | flags), task)
     args.fraction = args.fraction[0]
-    return args, *train_arith.load_problems(args, task)
+    return args
 
 
-@pytest.mark.parametrize("flags", FORMS, ids=" ".join)
-def test_training_never_sees_a_pair_that_is_asked_and_the_answers_are_right(flags):
-    args, (inputs, answers), (prompts, goals), _ = problems("mul", *flags, "--fraction", "0.5", "--eval-size", "all")
-    width = prompts.shape[1]
-    shown, asked = ({tuple(row) for row in part.tolist()} for part in (inputs[:, :width], prompts))
-    assert len(shown) == len(asked) == 5000 and not shown & asked
-    both = torch.cat([inputs[:, :width], prompts]), torch.cat([answers, goals])
-    for row, answer in zip(*(part[::501].tolist() for part in both)):
-        a, b = (row[:2], row[2:4]) if args.mode == "one-pass" else (row[:2], row[3:5])
-        digits = answer[::-1] if args.order == "reversed" else answer
-        assert "".join(map(str, digits)) == f"{(10 * a[0] + a[1]) * (10 * b[0] + b[1]):04}"
+@pytest.mark.parametrize("init, flags", [*(("svd", flags) for flags in FORMS), ("opt", FORMS[0]), ("opt", FORMS[3])])
+def test_the_model_learns_from_what_is_shown_and_is_asked_the_rest(init, flags, tmp_path, monkeypatch):
+    """All that a model reads: in training, where the prior is solved and attention is looked at, only pairs shown."""
+    read = {True: set(), False: set()}
+
+    def note(module, inputs):
+        if isinstance(module, (Encoder, GPT)):
+            read[module.training] |= {tuple(digit for digit in row[:6] if digit < 10)[:4] for row in inputs[0].tolist()}
+
+    solve = qk_init.apply_layerwise
+    monkeypatch.setattr(qk_init, "apply_layerwise", lambda method, model, ids, supports: (
+        note(model, (ids,)), solve(method, model, ids, supports)))
+    large = {"dim": 32, "head_dim": 16, "steps": 1, "fraction": 0.05, "eval_size": 300}
+    with torch.nn.modules.module.register_module_forward_pre_hook(note):
+        (result,) = run(tmp_path, "add", init, large | flags)
+    shown, asked = ([(*divmod(a, 10), *divmod(b, 10)) for a, b in part.tolist()] for part in arithmetic.split(0.05, 2))
+    assert read[True] <= set(shown) and read[False] == {*asked[-300:], *shown[:256]} and not set(asked) & set(shown)
+    assert min(result["metrics"]["support_mass_init"]) > 0.9  # the prior is there at the start
 
 
-def test_evaluation_takes_the_same_problems_whatever_the_fraction():
-    goals = [problems("add", "--fraction", fraction, "--eval-size", "100")[2][1] for fraction in ("0.1", "0.4")]
-    assert torch.equal(*goals) and len(goals[0]) == 100
-    few, many = (problems("add", "--fraction", fraction, "--eval-size", "5000")[2][1] for fraction in ("0.9", "0.1"))
-    assert len(few) == 1000 and torch.equal(few, many[-1000:])  # the curve is measured on the last
-
-
-def test_mirrored_pairs_are_counted_and_kept_apart():
-    """At 30 % shown, 30 % of the others have their mirror image there, but for those with a = b, a hundredth."""
-    mirrored, counted = {}, {}
-    for mirrors in ("any", "apart"):
-        args, (inputs, _), (prompts, _), counted[mirrors] = problems("mul", "--fraction", "0.3", "--eval-size", "5000",
-                                                                    "--mirrors", mirrors)
-        shown = {tuple(row) for row in inputs.tolist()}
-        mirrored[mirrors] = [(*row[2:], *row[:2]) in shown for row in prompts.tolist()]
-        assert counted[mirrors] == pytest.approx(sum(mirrored[mirrors]) / len(mirrored[mirrors]))
-    assert 0.25 < counted["any"] < 0.33 and counted["apart"] == 0 and len(mirrored["apart"]) > 4000
+def test_what_is_asked_is_the_same_whatever_the_fraction_and_mirrors_can_be_kept_apart():
+    less, more = (train_arith.load_pairs(flags_of("add", fraction=part, eval_size=5000))[1] for part in (0.9, 0.1))
+    assert len(less) == 1000 and torch.equal(less, more[-1000:])  # the curve is measured on the last
+    for mirrors, least, most in (("any", 7000, 7000), ("apart", 4800, 5000)):  # 0.7 of the 0.7
+        shown, asked = train_arith.load_pairs(flags_of("add", fraction=0.3, eval_size="all", mirrors=mirrors))
+        mirrored = {(b, a) for a, b in shown.tolist()} & set(map(tuple, asked.tolist()))
+        assert least <= len(asked) <= most and (len(mirrored) > 1900) == (mirrors == "any")
 
 
 class Oracle(torch.nn.Module):
-    """Reads (B, 4) digits of two operands; scores of 100 for the sum's digits, one digit off where a is below 50."""
+    """Reads (B, 4) digits of two operands; scores of 100 for the sum's, the last one wrong where a is below 50."""
 
     def forward(self, operands):
+        assert not self.training
         a, b = 10 * operands[:, 0] + operands[:, 1], 10 * operands[:, 2] + operands[:, 3]
         digits = arithmetic.to_digits(a + b, 3)
         digits[a < 50, 2] = (digits[a < 50, 2] + 1) % 10
@@ -151,40 +195,35 @@ class Oracle(torch.nn.Module):
 
 
 def test_scores_of_a_model_that_is_right_on_a_known_half():
-    args, *_ = problems("add", "--readout", "mean")
-    pairs = arithmetic.all_pairs(2)[::3]
+    pairs, model = arithmetic.all_pairs(2)[::3], Oracle().train()
     below = (pairs[:, 0] < 50).float().mean().item()
-    got = train_arith.scores(args, "add", Oracle().train(), *arithmetic.encode("add", pairs, 2))
+    got = train_arith.scores(flags_of("add", readout="mean"), "add", model, *arithmetic.encode("add", pairs, 2))
     assert got == pytest.approx({"exact_match": 1 - below, "digit_accuracy": 1 - below / 3, "loss": 100 * below / 3})
+    assert model.training
+
+
+class Counter(torch.nn.Module):
+    """Counts on from the last token, whatever it is, and from 5 after "=" (11)."""
+
+    def forward(self, ids):
+        return 9.0 * F.one_hot(torch.where(ids == 11, 5, (ids + 1) % 10), 12).float()
 
 
 @pytest.mark.parametrize("order", ["plain", "reversed"])
 def test_answers_are_written_digit_after_digit_from_the_model_s_own(order):
-    """A model that answers 0, 1, 2 ... after what it wrote itself: teacher forcing would show other digits."""
-    class Counter(torch.nn.Module):
-        def forward(self, ids):  # the next digit is one more than the last token; after "=" (11) it is 5
-            following = torch.where(ids == 11, 5, (ids + 1) % 10)
-            return 9.0 * F.one_hot(following, 12).float()
-
-    args, _, (prompts, goals), _ = problems("add", "--mode", "autoregressive", "--order", order)
-    guesses, loss = train_arith.predict(args, "add", Counter(), prompts, goals)
-    assert guesses.tolist() == [[5, 6, 7]] * len(goals)
+    """5, 6, 7 to every problem; one that is shown the right digits answers others."""
+    args = flags_of("add", mode="autoregressive", order=order)
+    ids, goals = train_arith.encode(args, "add", arithmetic.all_pairs(2))
+    got = train_arith.scores(args, "add", Counter(), ids, goals)
+    right = (goals == torch.tensor([5, 6, 7])).float().mean().item()
     before = torch.cat([torch.full((len(goals), 1), 11), goals[:, :-1]], dim=1)  # the loss is given the right digits
-    forced = Counter()(before).log_softmax(-1).gather(-1, goals[..., None])
-    assert loss == pytest.approx(-forced.mean().item(), rel=1e-4)
+    loss = F.cross_entropy(Counter()(before).flatten(0, 1), goals.flatten()).item()
+    assert got == pytest.approx({"exact_match": 0, "digit_accuracy": right, "loss": loss}, rel=1e-4)
 
 
-def test_evaluation_leaves_the_model_in_training_and_dropout_off():
-    modes = []
-    model = Oracle()
-    model.register_forward_pre_hook(lambda module, _: modes.append(module.training))
-    args, *_, (prompts, goals), _ = problems("add", "--readout", "mean")
-    train_arith.predict(args, "add", model, prompts, goals)
-    assert modes == [False] and model.training
-
-
-def test_figures_of_a_result_line(tmp_path, monkeypatch):
-    """Scores by hand: exact match is the share of the evaluation so far, so that 75 and 99 % are at known points."""
+@pytest.mark.parametrize("steps, reached", [(8, (6, 8)), (4, (None, None)), (60, (6, 8))])
+def test_figures_of_a_result_line(steps, reached, tmp_path, monkeypatch):
+    """Exact match, made by hand, is an eighth of the evaluations so far: 75 and 99 % are at known points."""
     sizes = []
 
     def scores(args, task, model, inputs, answers):
@@ -192,32 +231,21 @@ def test_figures_of_a_result_line(tmp_path, monkeypatch):
         return {"exact_match": len(sizes) / 8, "digit_accuracy": 0.5, "loss": 2.0}
 
     monkeypatch.setattr(train_arith, "scores", scores)
-    (result,) = run(tmp_path, "add", "mask", "--steps", "8", "--eval-size", "3000")
-    metrics = result["metrics"]
-    assert sizes == [2000] * 8 + [3000] and (metrics["steps_to_75"], metrics["steps_to_99"]) == (6, 8)
-    assert metrics["evaluated"] == 3000 and metrics["fraction"] == 0.01 and metrics["exact_match"] == 9 / 8
-    assert train_arith.first_step(result["curve"][:5], 0.75) is None
-    assert metrics["support_mass_final"] == result["curve"][-1]["support_mass"]
-    assert min(metrics["support_mass_init"]) > 0.9
-
-
-@pytest.mark.parametrize("init", ["svd", "opt"])
-def test_priors_are_solved_on_training_inputs_and_there_at_the_start(init, tmp_path, monkeypatch):
-    solved, solve = [], qk_init.apply_layerwise
-    monkeypatch.setattr(qk_init, "apply_layerwise", lambda m, model, x, s: (solved.append(x), solve(m, model, x, s)))
-    for number, flags in enumerate(FORMS):
-        (result,) = run(tmp_path / str(number), "add", init, "--dim", "32", "--head-dim", "16", "--steps", "1", *flags)
-        assert min(result["metrics"]["support_mass_init"]) > 0.9
-        args, (inputs, _), _, _ = problems("add", *flags)
-        assert {tuple(row) for row in solved[-1].tolist()} <= {tuple(row) for row in inputs.tolist()}
+    (result,) = run(tmp_path, "add", "mask", {"steps": steps, "eval_size": 3000})
+    metrics, curve, points = result["metrics"], result["curve"], min(steps, 25)
+    assert sizes == [2000] * points + [3000] and len(curve) == points and metrics["exact_match"] == (points + 1) / 8
+    assert curve[-1]["step"] == steps and curve[-1]["exact_match"] == points / 8
+    reached = tuple(step and curve[step - 1]["step"] for step in reached)
+    assert (metrics["steps_to_75"], metrics["steps_to_99"]) == reached and metrics["readout"] == "token"
+    assert metrics["mask_drift"] > 0 < metrics["attention_shift"]
 
 
 @pytest.mark.parametrize("task", train_arith.TASKS)
 def test_svd_is_as_strong_as_the_mask(task):
     """At step 0 the attention between equal contents differs by as much between open and closed pairs."""
-    contrasts = []
+    args, contrasts = flags_of(task, dim=64, head_dim=32, fraction=0.5), []
+    inputs, _ = train_arith.encode(args, task, train_arith.load_pairs(args)[0])
     for init in ("svd", "mask"):
-        args, (inputs, _), *_ = problems(task, "--dim", "64", "--head-dim", "32", "--fraction", "0.5")
         model, supports = train_arith.build(args, task, init, 0, inputs)
         (first, *_), support = attention_maps(model, inputs[:200]), supports[0].expand(4, 4, 4)
         logits = first.log().mean(dim=0)
@@ -225,12 +253,21 @@ def test_svd_is_as_strong_as_the_mask(task):
     assert contrasts[0] == pytest.approx(contrasts[1], rel=0.05)
 
 
-def test_several_fractions_are_several_runs(tmp_path, capsys):
-    tiny = TINY | {"fraction": 0.02}
-    results = run(tmp_path, "add", "mask", "--fraction", "0.02", "0.05", "0.02", tiny=tiny)
-    assert [r["config"]["fraction"] for r in results] == [0.02, 0.05]
+def test_several_fractions_are_several_runs_and_panels(tmp_path, monkeypatch, capsys):
+    drawn = []
+    monkeypatch.setattr(pictures, "require", lambda: None)
+    monkeypatch.setattr(pictures, "curves", lambda panels, inits, path, columns: drawn.append((panels, path, columns)))
+    two = ["--fraction", "0.02", "0.05", "0.02", "--plot"]
+    results = run(tmp_path, "add", "mask", {}, *two)
+    assert [r["config"]["fraction"] for r in results] == [r["metrics"]["fraction"] for r in results] == [0.02, 0.05]
     assert "add 2% mask" in capsys.readouterr().out
-    assert run(tmp_path, "add", "mask", "--fraction", "0.05", "0.02", "--resume", tiny=tiny) == results[::-1]
+    assert run(tmp_path, "add", "mask", {}, "--fraction", "0.05", "0.02", "--resume") == results[::-1]
+    ((panels, path, columns),) = drawn
+    assert columns == 3 and path == tmp_path / "learning.png"
+    assert [p["title"] for p in panels] == ["add, 2 % of all pairs", "add, 5 % of all pairs", "add, at the end"]
+    for panel, result in zip(panels, results):
+        assert panel["lines"] == {"mask": [([1, 2, 3], [point["exact_match"] for point in result["curve"]])]}
+    assert panels[2]["lines"] == {"mask": [([r["config"]["fraction"]], [r["metrics"]["exact_match"]]) for r in results]}
 
 
 def test_the_paper_s_figures_stand_beside_its_own_settings_only(capsys):
@@ -245,19 +282,17 @@ def test_the_paper_s_figures_stand_beside_its_own_settings_only(capsys):
         assert "paper" not in printed(*flags)
 
 
-def test_the_paper_s_preset():
+def test_the_presets():
     for task, steps, fraction, std in (("add", 800, 0.004, 0.02), ("mul", 5900, 0.03, 1.0)):
         args = train_arith.settings(["--preset", "paper"], task)
         assert (args.steps, args.fraction, args.digits, args.token_std) == (steps, [fraction], 3, std)
         assert abs(args.steps - 50 * fraction * 1e6 / 256) < 50  # 50 epochs in batches of 256
         assert (args.depth, args.heads, args.dim, args.mlp_dim, args.head_dim, args.lr, args.weight_decay) == (
-            6, 4, 256, 256, 64, 1e-3, 1e-3)
-
-
-def test_plot(tmp_path):
-    pytest.importorskip("matplotlib")
-    run(tmp_path, "add", "mask", "--seeds", "2", "--fraction", "0.02", "0.05", "--plot")
-    assert (tmp_path / "learning.png").read_bytes().startswith(b"\x89PNG")
+            6, 4, 256, 256, 64, 1e-3, 1e-3) and (args.open, args.closed, args.batch_size) == (5, -5, 256)
+    add, mul = (vars(train_arith.settings([], task)) for task in train_arith.TASKS)
+    assert (add["digits"], add["fraction"], add["eval_size"], add["dim"], add["depth"]) == (
+        3, [0.001, 0.004], 10_000, 128, 3)
+    assert {name for name in add if add[name] != mul[name]} == {"digits", "fraction", "eval_size", "token_std"}
 
 
 @pytest.mark.slow
