@@ -18,7 +18,7 @@ import train_arith  # noqa: E402
 import train_gotu  # noqa: E402
 import train_lm  # noqa: E402
 import train_vit  # noqa: E402
-from tinymask import pictures, records  # noqa: E402
+from tinymask import arithmetic, pictures, records  # noqa: E402
 
 MAIN = ["default", "svd", "opt", "mask", "mask-only", "mask-literal"]  # controls have a table of their own
 PAGES = [ROOT / "README.md", ROOT / "results" / "README.md"]
@@ -374,9 +374,9 @@ def facts():
                                     and changed(r) == f"--head-dim {size}") for size in (8, 4)}
     full = statistics.fmean(min(r["metrics"]["support_mass_init"]) for r in runs_of["2parity", "svd"])
     unseen = {point["step"]: point["mse_unseen"] for point in lines_of("gotu-paper.jsonl")[1]["curve"]}
-    mirrored = [train_arith.load_problems(train_arith.Args(**vars(args) | {"fraction": args.fraction[-1]}), task)[2]
-                for task, args in ((task, train_arith.settings(flags, task)) for task, flags in (
-                    ("mul", []), ("mul", ["--preset", "paper"]), ("add", [])))]
+    mirrored = [arithmetic.mirrored(*train_arith.load_pairs(args_of[-1][1])).float().mean().item() for args_of in (
+        train_arith.one_fraction_each(flags, [task]) for task, flags in (
+            ("mul", []), ("mul", ["--preset", "paper"]), ("add", [])))]
     return [
         "{:.0%} of the two-digit products, {:.0%} of the paper's three-digit ones, {:.1%} of the sums from 4,000 pairs"
         .format(*mirrored).replace("%", " %"),
