@@ -18,12 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tinymask import arithmetic, inits, mask_priors, pictures, qk_init, records, runs
-from tinymask.persistence import attention_maps, measures, snapshot, support_mass
+from tinymask.persistence import attention_maps, logit_parts, measures, mechanism, snapshot, support_mass
 from tinymask.runs import Args
 from tinymask.transformer import GPT, Encoder, init_weights, parameter_counts, parameter_groups
 
 TASKS = list(arithmetic.OPERATIONS)
-CONTROLS = ["mask-zero", "mask-frozen", "mask-shuffled", "bias", "svd-frozen", "opt-frozen"]
+CONTROLS = ["mask-zero", "mask-frozen", "mask-shuffled", "bias", "svd-frozen", "opt-frozen", "svd-shuffled",
+            "svd-published"]
 INITS = inits.rows(["default", "svd", "opt", "mask", "mask-literal", *CONTROLS])
 PRESETS = {"small": dict(steps=400, batch_size=256, lr=1e-3, weight_decay=1e-3, dim=128, depth=3, heads=4, head_dim=32,
                          mlp_dim=256, token_std=0.02, position_std=0.02, open=5.0, closed=-5.0, digits=3,
@@ -74,6 +75,8 @@ def parser() -> argparse.ArgumentParser:
     add("--position-std", type=runs.number(float, 0, 1e6), help="scale of the initial position codes")
     add("--open", type=runs.LOGIT, help="mask logit of an open pair")
     add("--closed", type=runs.LOGIT, metavar="M", help="mask logit of a closed pair, as --closed=-5")
+    add("--ridge", type=runs.number(float, 0, 1e6), default=0.0,
+        help="svd and opt: of their solve (default: 0, a pseudo-inverse)")
     add("--bf16", action="store_true", help="train in bfloat16 autocast: twice as fast where the processor has it")
     for preset, tasks in OF_TASK.items():
         runs.describe_presets(flags, {f"{preset}, {task}": own for task, own in tasks.items()})
@@ -190,11 +193,14 @@ def build(args: Args, task: str, init: str, seed: int, inputs: Tensor) -> tuple[
         model = Encoder(vocabulary=10, tokens=tokens, outputs=outputs, pooling=pooling, **shape)
     init_weights(model, runs.generator(seed, "weights"), args.token_std, args.position_std)
     supports = prior(args, task, init, seed)
-    if row.query_key:
+    if row.query_key == "impulse":
+        for block, support in zip(model.transformer.blocks, supports):
+            qk_init.impulse(block.attention, model.position, support.expand(args.heads, tokens, tokens))
+    elif row.query_key:
         sample = torch.randperm(len(inputs), generator=runs.generator(seed, "sample"))[:256]
         gap = F.logsigmoid(torch.tensor(args.open)) - F.logsigmoid(torch.tensor(args.closed))  # as strong as the mask
-        method = functools.partial(qk_init.svd, gap=gap.item()) if row.query_key == "svd" else qk_init.opt
-        qk_init.apply_layerwise(method, model, inputs[sample], supports)
+        method = {"svd": functools.partial(qk_init.svd, gap=gap.item()), "opt": qk_init.opt}[row.query_key]
+        qk_init.apply_layerwise(functools.partial(method, ridge=args.ridge), model, inputs[sample], supports)
     for block, support in zip(model.transformer.blocks, supports):
         inits.set_prior(block.attention, row, mask_priors.to_mask(support, args.open, args.closed))
     return model, supports
@@ -261,7 +267,9 @@ def main(argv: list[str] | None = None) -> list[dict]:
         model.to(device)
         inputs, answers, prompts, goals = (part.to(device) for part in (inputs, answers, prompts, goals))
         probe, causal = inputs[:PROBE], args.mode == "autoregressive"
-        before = snapshot(model, probe)
+        before, start = snapshot(model, probe), logit_parts(model, probe)
+        condition = None if INITS[run.init].query_key not in ("svd", "opt") else [
+            qk_init.condition(x, args.ridge) for x in start.read]
 
         # optimiser: the mask is a group of its own, without weight decay
         optimizer = torch.optim.AdamW(parameter_groups(model, lr=args.lr, mask_lr=args.mask_lr,
@@ -283,14 +291,15 @@ def main(argv: list[str] | None = None) -> list[dict]:
             run.loss = loss.item()
             if records.evaluation_due(step, args.steps, EVALUATIONS):
                 point = {"train_loss": run.loss, **scores(args, task, model, prompts[-POINTS:], goals[-POINTS:]),
-                         "support_mass": support_mass(attention_maps(model, probe), supports, causal)}
+                         "support_mass": support_mass(attention_maps(model, probe), supports, causal),
+                         **mechanism(start, model, probe, supports, causal)}
                 records.add_point(run, point, "loss",
                                   "exact {exact_match:.2%}, digits {digit_accuracy:.2%}, loss {loss:.3f}")
 
         # evaluation
         metrics = scores(args, task, model, prompts, goals) | {
             "evaluated": len(goals), "mirrored": arithmetic.mirrored(shown, asked).float().mean().item(),
-            "fraction": args.fraction, "mode": args.mode, "readout": args.readout}
+            "fraction": args.fraction, "mode": args.mode, "readout": args.readout, "solve_condition": condition}
         for percent in (75, 99):  # the first evaluated step with so many answers right
             metrics[f"steps_to_{percent}"] = next(
                 (point["step"] for point in run.curve if point["exact_match"] >= percent / 100), None)

@@ -23,7 +23,7 @@ from tinymask.transformer import Encoder, init_weights, parameter_counts, parame
 
 TASKS = list(boolean.TASKS)
 CONTROLS = ["mask-zero", "mask-frozen", "mask-hard", "mask-shuffled", "bias", "svd-frozen", "opt-frozen", "svd-fixed",
-            "svd-published"]
+            "svd-published", "hadamard"]
 INITS = inits.rows(["default", "svd", "opt", "mask", "mask-only", "mask-literal", *CONTROLS])
 PRESETS = {
     "small": dict(steps=800, batch_size=128, lr=1e-3, weight_decay=0.0, bits=15, dim=48, depth=2, heads=3,
@@ -66,6 +66,7 @@ def parser() -> argparse.ArgumentParser:
     add("--closed", type=runs.LOGIT, metavar="M",
         help="mask logit of a closed pair, as --closed=-6 (mask-only: -30, always)")
     add("--ridge", type=runs.number(float, 0, 1e6), help="svd and opt: of their solve (0: a pseudo-inverse)")
+    add("--gap", type=runs.number(float, 0, 1e4), default=10.0, help="svd: open above closed, in logits (default: 10)")
     add("--prior-layers", type=runs.number(int, 1, 1000), nargs="+", metavar="L",
         help="the layers, from 1, that have the prior (default: all)")
     add("--missing-links", type=runs.number(int, 0), default=0, help="links left out of the prior")
@@ -115,7 +116,8 @@ def build(args: Args, task: str, init: str, seed: int) -> tuple[Encoder, list[Te
         for layer in chosen:
             qk_init.impulse(model.transformer.blocks[layer].attention, codes, supports[layer])
     elif row.query_key:  # svd's gap of 10 is more than the 6 of the small preset's mask
-        method = functools.partial(getattr(qk_init, row.query_key), ridge=args.ridge)
+        method = {"svd": functools.partial(qk_init.svd, gap=args.gap), "opt": qk_init.opt}[row.query_key]
+        method = functools.partial(method, ridge=args.ridge)
         qk_init.apply_layerwise(method, model, solved_on(args, task, seed), supports, chosen)
     if row.freeze_inputs:
         for part in (model.token.weight, model.position, *model.transformer.blocks[0].norm1.parameters()):

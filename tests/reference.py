@@ -4,7 +4,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from tinymask import records, runs
+from tinymask import records, rivals, runs
 
 # flags that tests/test_scripts.py moves, for all scripts
 SHARED_FLAGS = {"help", "inits", "preset", "seeds", "first_seed", "device", "out", "smoke", "resume", "plot"}
@@ -28,6 +28,9 @@ def set_masks(model, init, masks):
             continue
         if init in ("bias", "alibi"):
             block.attention.set_mask(F.logsigmoid(mask) if init == "bias" else mask, init == "bias", squash=False)
+        elif init == "hadamard":
+            block.attention.set_mask(mask)
+            block.attention.__class__ = rivals.HadamardAttention
         elif init.startswith("mask"):
             mask = 0 * mask if init == "mask-zero" else mask
             block.attention.set_mask(mask, learnable=init not in ("mask-frozen", "mask-hard"))

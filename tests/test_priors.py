@@ -109,7 +109,7 @@ def set_up(name, learnable=True):
 def test_what_each_name_sets(name):
     """From the names alone: who has a mask, what it adds to the logits, what is trained."""
     layer, prior = set_up(name), mask_priors.to_mask(torch.eye(3))
-    masked = name.startswith("mask") or name in ("bias", "alibi", "rotary-mask")
+    masked = name.startswith("mask") or name in ("bias", "alibi", "rotary-mask", "hadamard")
     assert (layer.mask is not None) == masked
     assert (layer.position_bias is not None, layer.rotate) == (
         name == "relative", rivals.rotary if name.startswith("rotary") else None)
@@ -127,9 +127,9 @@ def test_columns_of_the_table_that_scripts_read():
         return {name for name, row in inits.INITS.items()
                 if all(getattr(row, column) == value for column, value in columns.items())}
 
-    assert names(query_key="svd") == {"svd", "svd-frozen", "svd-fixed"}
+    assert names(query_key="svd") == {"svd", "svd-frozen", "svd-fixed", "svd-shuffled"}
     assert names(query_key="opt") == {"opt", "opt-frozen"}
-    assert names(shuffled=True) == {"mask-shuffled"} and names(design="literal") == {"mask-literal"}
+    assert names(shuffled=True) == {"mask-shuffled", "svd-shuffled"} and names(design="literal") == {"mask-literal"}
     assert names(positions=False) == {"mask-only", "rotary", "rotary-mask"}
     assert names(design="slopes") == {"mask-slopes", "alibi", "rotary-mask"}
     assert {name: inits.INITS[name].closed for name in inits.INITS if inits.INITS[name].closed is not None} == {

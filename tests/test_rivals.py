@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tinymask import GPT, MaskedAttention, init_weights, parameter_groups, rivals
+from tinymask import GPT, MaskedAttention, init_weights, parameter_groups, rivals, theory
 from tinymask.inits import INITS, set_prior
 from tinymask.rivals import RelativeBias, distance_index, offset_index, rotary
 
@@ -141,3 +141,11 @@ def test_the_table_is_trained_as_a_mask_is():
 
 def test_examples_in_the_docstrings():
     assert doctest.testmod(rivals).failed == 0
+
+
+def test_the_product_is_the_softmax_times_sigmoid_of_m():
+    layer, x = MaskedAttention(6, 2), torch.randn(2, 4, 6)
+    plain, mask = layer.weights(x), torch.randn(2, 4, 4)
+    set_prior(layer, INITS["hadamard"], mask)
+    torch.testing.assert_close(layer.weights(x), plain / (1 + torch.exp(-mask)))
+    torch.testing.assert_close(layer.weights(x)[1, 1], theory.hadamard_map(plain[1, 1].log(), mask[1]))

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.arith
 TINY = dict(digits=2, steps=3, dim=12, depth=3, heads=4, head_dim=4, mlp_dim=16, batch_size=16, fraction=0.01,
             eval_size=50)
 SMALL = TINY | dict(lr=1e-3, weight_decay=1e-3, token_std=0.02, position_std=0.02, open=5.0, closed=-5.0, mirrors="any",
-                    split=260800418, mode="one-pass", readout="token", order="plain", bf16=False)
+                    split=260800418, mode="one-pass", readout="token", order="plain", bf16=False, ridge=0.0)
 DIGIT_BY_DIGIT = {"mode": "autoregressive"}
 FORMS = [{}, {"readout": "mean"}, DIGIT_BY_DIGIT, DIGIT_BY_DIGIT | {"order": "reversed"}]
 
@@ -55,14 +55,17 @@ def reference(task, init, seed, f):
     init_weights(model, runs.generator(seed, "weights"), f["token_std"], f["position_std"])
     design = "sequence" if sequence else "literal" if init == "mask-literal" else "ours"
     supports = mask_priors.ARITHMETIC[design][task](n, f["depth"], f["heads"], f["order"] == "reversed")
-    if init == "mask-shuffled":
+    if init.endswith("shuffled"):
         draws = runs.generator(seed, "shuffle")
         supports = [shuffled(s, draws, sequence) for s in supports]
-    if init.startswith(("svd", "opt")):
+    if init == "svd-published":
+        for block, support in zip(model.transformer.blocks, supports):
+            qk_init.impulse(block.attention, model.position, support.expand(f["heads"], -1, -1))
+    elif init.startswith(("svd", "opt")):
         some = inputs[torch.randperm(len(inputs), generator=runs.generator(seed, "sample"))[:256]]
         gap = math.log((1 + math.exp(-f["closed"])) / (1 + math.exp(-f["open"])))
         method = functools.partial(qk_init.svd, gap=gap) if init.startswith("svd") else qk_init.opt
-        qk_init.apply_layerwise(method, model, some, supports)
+        qk_init.apply_layerwise(functools.partial(method, ridge=f["ridge"]), model, some, supports)
     set_masks(model, init, [mask_priors.to_mask(support, f["open"], f["closed"]) for support in supports])
 
     def masses():
@@ -121,18 +124,19 @@ def test_three_steps_are_those_of_the_paper(task, init, seed, flags, tmp_path):
 # one other value for each flag, and where the flag needs it, what it stands beside
 MOVED = dict(digits=3, steps=2, dim=8, depth=4, heads=2, head_dim=6, mlp_dim=9, batch_size=8, fraction=0.03, lr=0.01,
              mask_lr=0.5, weight_decay=0.3, token_std=0.7, position_std=0.6, open=2.0, closed=-3.0, split=3,
-             mode="autoregressive", readout="mean", order="reversed", bf16=True, eval_size=70, mirrors="apart")
+             mode="autoregressive", readout="mean", order="reversed", bf16=True, eval_size=70, mirrors="apart",
+             ridge=0.1)
 BESIDE = {"order": DIGIT_BY_DIGIT, "mirrors": {"fraction": 0.3}}
 COUPLED = {"mode": {"order", "readout"}, "lr": {"mask_lr"}}
 
 
 @pytest.mark.parametrize("name", MOVED)
 def test_each_flag_changes_what_it_says(name, tmp_path):
-    plain = BESIDE.get(name, {})
+    init, plain = "svd" if name == "ridge" else "mask", BESIDE.get(name, {})
     moved = plain | {name: MOVED[name]}
-    (result,) = run(tmp_path, "add", "mask", moved)
-    found, (weights, _, figures) = checkpoint(tmp_path)["model"], reference("add", "mask", 0, SMALL | plain)
-    assert_is(result, found, reference("add", "mask", 0, SMALL | moved))
+    (result,) = run(tmp_path, "add", init, moved)
+    found, (weights, _, figures) = checkpoint(tmp_path)["model"], reference("add", init, 0, SMALL | plain)
+    assert_is(result, found, reference("add", init, 0, SMALL | moved))
     if name in ("eval_size", "mirrors"):  # what is asked, not what is learnt
         assert_same(found, weights)
         assert result["metrics"]["loss"] != pytest.approx(figures["loss"], rel=1e-6)

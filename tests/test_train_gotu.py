@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gotu
 TINY = dict(bits=5, steps=3, dim=12, depth=2, heads=3, head_dim=4, mlp_dim=10, batch_size=8)
 SMALL = TINY | dict(lr=1e-3, weight_decay=0.0, pooling="mean", position_std=0.05, open=10.0, closed=-6.0,
                     mask_weight_decay=0.0, missing_links=0, wrong_links=0, optimizer="adam", bias=True, ridge=0.0,
-                    prior_layers=None)
+                    prior_layers=None, gap=10.0)
 OWN = {"cyclic3": dict(lr=2e-3, position_std=1.0), "threesym": dict(lr=3e-3)}
 PAPER = SMALL | dict(weight_decay=1e-3, pooling="cls", position_std=1.0, closed=-10.0, bias=False)  # Table 7
 
@@ -48,7 +48,7 @@ def reference(task, init, seed, f):
             qk_init.impulse(model.transformer.blocks[layer].attention, model.position, supports[layer])
     elif init.startswith(("svd", "opt")):
         some = shown[torch.randperm(len(shown), generator=runs.generator(seed, "sample"))[:256]]
-        method = {"s": qk_init.svd, "o": qk_init.opt}[init[0]]
+        method = {"s": functools.partial(qk_init.svd, gap=f["gap"]), "o": qk_init.opt}[init[0]]
         qk_init.apply_layerwise(functools.partial(method, ridge=f["ridge"]), model, ids[some], supports, chosen)
     closed = {"mask-hard": -math.inf, "mask-only": -30.0}.get(init, f["closed"])
     set_masks(model, init, [mask_priors.to_mask(support, f["open"], closed) if layer in chosen else None
@@ -75,12 +75,12 @@ def test_three_steps_are_those_of_the_paper(task, init, seed, tmp_path):
 # one other value for each flag that training depends on; the rest are tests/test_scripts.py's
 MOVED = dict(bits=6, steps=2, dim=15, depth=3, heads=4, head_dim=5, mlp_dim=7, batch_size=4, lr=0.01, mask_lr=0.5,
              weight_decay=0.3, mask_weight_decay=0.2, pooling="cls", position_std=0.7, open=2.0, closed=-3.0,
-             missing_links=1, wrong_links=2, optimizer="sgd", ridge=0.1, prior_layers=2)
+             missing_links=1, wrong_links=2, optimizer="sgd", ridge=0.1, prior_layers=2, gap=4.0)
 
 
 @pytest.mark.parametrize("name", MOVED)
 def test_each_flag_changes_what_it_says(name, tmp_path):
-    init, moved = "svd" if name == "ridge" else "mask", {name: MOVED[name]}
+    init, moved = "svd" if name in ("ridge", "gap") else "mask", {name: MOVED[name]}
     (result,) = run(tmp_path, "2parity", init, *words(moved))
     found = checkpoint(tmp_path)["model"]
     assert_same(found, reference("2parity", init, 0, SMALL | moved))

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinymask.attention import MaskedAttention
-from tinymask.rivals import RelativeBias, rotary
+from tinymask.rivals import HadamardAttention, RelativeBias, rotary
 
 
 def as_it_is(logits: Tensor) -> Tensor:
@@ -42,6 +42,7 @@ class Init(NamedTuple):
     positions: bool = True  # False: no position codes
     relative: bool = False  # a learned number for each head and relative position, beside the position codes
     rotary: bool = False  # query and key turned by their positions
+    product: bool = False  # sigmoid(M) times the softmax, not log sigmoid(M) inside it
 
 
 INITS = {
@@ -65,6 +66,8 @@ INITS = {
     "mask-shuffled": Init(mask=as_it_is, shuffled=True),
     "bias": Init(mask=F.logsigmoid, squash=False),
     "alibi": Init(mask=as_it_is, squash=False, learnable=False, design="slopes"),
+    "hadamard": Init(mask=as_it_is, product=True),
+    "svd-shuffled": Init(query_key="svd", shuffled=True),
     "svd-frozen": Init(query_key="svd", freeze_query_key=True),
     "opt-frozen": Init(query_key="opt", freeze_query_key=True),
     "svd-fixed": Init(query_key="svd", freeze_query_key=True, freeze_inputs=True),  # layer 1 attends as at the start
@@ -87,6 +90,8 @@ def set_prior(attention: MaskedAttention, init: Init, logits: Tensor, index: Ten
     """
     if init.mask is not None:
         attention.set_mask(init.mask(logits), learnable=init.learnable, squash=init.squash)
+    if init.product:
+        attention.__class__ = HadamardAttention  # the same weights, read otherwise
     if init.relative:
         attention.position_bias = RelativeBias(index, attention.heads)  # type: ignore[arg-type]
     if init.rotary:

@@ -1,6 +1,6 @@
-"""What people use in place of a mask: a learned bias for each relative position, and rotary positions.
+"""What people use in place of a mask: a learned bias for each relative position, rotary positions, a factor sigmoid(M).
 
-A `MaskedAttention` has a place for each. Both say how tokens lie to each other, as a mask of nearness does:
+A `MaskedAttention` has a place for the first two. Both say how tokens lie to each other, as a mask of nearness does:
 
     layer.position_bias = RelativeBias(distance_index(64), heads)    # T5's, and Swin's with offset_index(side)
     layer.rotate = rotary                                            # query and key turned by their positions
@@ -11,6 +11,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+
+from tinymask.attention import MaskedAttention, attention_weights
 
 
 class RelativeBias(nn.Module):
@@ -72,3 +74,15 @@ def rotary(x: Tensor, base: float = 10_000.0) -> Tensor:
     angle = torch.arange(tokens, device=x.device)[:, None] * speed  # (N, Dh / 2)
     cos, sin, a, b = angle.cos(), angle.sin(), x[..., 0::2], x[..., 1::2]  # a, b: (B, H, N, Dh / 2)
     return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2).to(x.dtype)
+
+
+class HadamardAttention(MaskedAttention):
+    """sigmoid(M) times the softmax of the logits, which App. B of the paper argues against: rows no longer sum to 1.
+
+    It has the parameters of a MaskedAttention, which becomes one by `layer.__class__ = HadamardAttention`.
+    """
+
+    def weights(self, x: Tensor) -> Tensor:  # (B, N, D) -> (B, H, N, N)
+        query, key = self.query_and_key(x)  # (B, H, N, Dh) each
+        plain = attention_weights(query, key, causal=self.causal)
+        return plain if self.mask is None else plain * self.mask.sigmoid()
