@@ -103,6 +103,13 @@ def test_neither_mplbackend_nor_a_matplotlibrc_matters_or_is_changed(tmp_path, b
     assert (done.returncode, done.stderr) == (0, "") and (tmp_path / "figure.png").stat().st_size > 1000
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_figure_that_cannot_be_saved_is_named(tmp_path):
+    (tmp_path / "a.png").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="a.png: No space left"):
+        pictures.curves([{}], [], tmp_path / "a.png", 1)
+
+
 def test_a_missing_matplotlib_is_one_line_with_the_command(monkeypatch):
     monkeypatch.setenv("MPLBACKEND", "agg")
     monkeypatch.setitem(sys.modules, "matplotlib", None)

@@ -100,7 +100,7 @@ def test_downloads_are_whole_or_not_there(tmp_path):
     for bad_url, checksum in ((url, "0" * 64), (url + "x", right)):
         with pytest.raises(ValueError, match="by hand"):
             runs.download(bad_url, target, checksum)
-        assert list(target.parent.iterdir()) == []
+        assert list(tmp_path.iterdir()) == [source]
     runs.download(url, target, right)
     assert target.read_bytes() == b"some bytes" and list(target.parent.iterdir()) == [target]
     runs.download(url + "x", target, right)  # it is there
@@ -112,6 +112,15 @@ def test_downloads_are_whole_or_not_there(tmp_path):
 def test_strict_json_has_null_for_nan():
     text = json.dumps(records.strict({"a": [math.nan, 1.0], "b": (math.inf,)}), allow_nan=False)
     assert json.loads(text) == {"a": [None, 1.0], "b": [None]}
+
+
+@pytest.mark.parametrize("metrics, diverged", [({"perplexity": math.inf}, True), ({"loss": math.nan}, True), (
+    {"loss": 1.5, "steps_to_75": None, "mode": "x", "support_mass_init": [math.nan]}, False)])
+def test_a_run_with_an_infinite_figure_has_diverged(metrics, diverged, tmp_path, capsys):
+    run = records.Run("lm", "t", "i", 0, runs.Args(lr=1.0), tmp_path, torch.device("cpu"))
+    run.state["model"] = model = torch.nn.Linear(1, 1)
+    assert "without --resume" in refused(capsys, lambda: records.start_and_end(run, model, torch.ones(1, 1)))
+    assert records.finish(run, metrics, {})["diverged"] == diverged
 
 
 def test_key_depends_on_the_flags_of_the_run_only():

@@ -159,7 +159,8 @@ def test_a_checkpoint_of_another_run_is_refused_by_the_fields_that_differ(script
     foreign = io.BytesIO()
     torch.save(records.load(path) | {"run": {"script": "another"}}, foreign)
     for content, words in ((other, "batch_size is 2 there"), (other, "seed is 1 there, 0 here"),
-                           (foreign.getvalue(), "script is another there"), (b"PK\3\4 no checkpoint", "delete it")):
+                           (foreign.getvalue(), f"(script is another there, {script.__name__[6:]} here); delete"),
+                           (b"PK\3\4 no checkpoint", "delete it")):
         path.write_bytes(content)
         error = refused(capsys, lambda: run(script, "parts", "--inits", "default", "--resume"))
         assert words in error and str(path) in error and "weights_only" not in error

@@ -57,7 +57,8 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
 
     query, key, value: (B, H, N, Dh). mask: (N, N) or (H, N, N), floating point, any real number; it is a logit, not a
     probability, and a boolean mask is refused. Entry -inf removes a pair for good (a hard mask); a row without any
-    finite entry gives NaN, which `MaskedAttention.set_mask` refuses. causal: row i sees columns 0..i only. squash=False
+    finite entry gives NaN, and so may finite ones beyond +-LIMIT in half precision: `MaskedAttention.set_mask` refuses
+    both, this function and load_state_dict do not look. causal: row i sees columns 0..i only. squash=False
     adds mask itself, a plain bias, for comparison. Where keys come from another sequence than queries, mask is
     (N_query, N_key). Returns (B, H, N, Dh), and with return_attention also the weights (B, H, N, N), rows summing to 1.
     Raises ValueError for a mask of the wrong shape or kind.
@@ -99,9 +100,10 @@ class MaskedAttention(nn.Module):
     """Multi-head self-attention whose structural prior is the parameter `.mask` (M, or None).
 
     (B, N, D) -> (B, N, D). head_dim None: dim // heads. mask: as in `set_mask`. A causal layer takes inputs shorter
-    than its mask, and uses the top left corner. `.position_bias` and `.rotate` are attributes, None unless set. Raises
-    ValueError for a dim that heads does not divide, for a mask as `set_mask` does, for an input of another length than
-    the mask's, and for one when there is a position_bias beside the mask.
+    than its mask, and uses the top left corner; with a dynamic length, torch.export takes only shorter ones.
+    `.position_bias` and `.rotate` are attributes, None unless set. Raises ValueError for a dim that heads does not
+    divide, for a mask as `set_mask` does, for an input of another length than the mask's, and for one when there is a
+    position_bias beside the mask.
     """
 
     def __init__(self, dim: int, heads: int, head_dim: int | None = None, mask: Tensor | None = None,

@@ -161,4 +161,7 @@ def drawing(path: str | os.PathLike, rows: int, columns: int, width: float, heig
         size = width * columns + 0.6, height * rows + 0.4
         figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
         yield figure, figure.subplots(rows, columns, squeeze=False, **axes)
-        figure.savefig(path, dpi=110)
+        try:
+            figure.savefig(path, dpi=110)
+        except OSError as error:  # of a full disk, without the name of the file
+            raise OSError(f"{path}: {error.strerror or error}") from error

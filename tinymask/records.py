@@ -162,7 +162,12 @@ def add_point(run: Run, point: dict, error: str, line: str) -> None:
 
 
 def finish(run: Run, metrics: dict, params: dict, **saved: Any) -> dict:
-    """Save the model of a run (saved: what else its checkpoint is to hold), append its result line and return it."""
+    """Save the model of a run (saved: what else its checkpoint is to hold), append its result line and return it.
+
+    `diverged` there: the loss, or a figure of metrics at the end, is NaN or infinite, as a perplexity of e^710 is.
+    """
+    run.diverged = run.diverged or not all(math.isfinite(figure) for figure in metrics.values()
+                                           if isinstance(figure, float))
     if run.rank > 0:
         return {"task": run.task, "init": run.init, "metrics": metrics, "diverged": run.diverged}
     save(run.checkpoint, {"model": run.state["model"].state_dict(), "step": run.step, "run": description(run), **saved})
@@ -287,10 +292,13 @@ def description(run: Run) -> dict:
 
 
 def differing(saved: Any, wanted: dict) -> str:
-    """The fields in which a checkpoint's own description differs from the one wanted, by name; '' if in none."""
+    """The fields in which a checkpoint's own description differs from the one wanted, by name; '' if in none. Another
+    script's has hardly one in common, and that is all that is said."""
     found = saved.get("run") if isinstance(saved, dict) else None
     if not isinstance(found, dict) or "model" not in saved:
         raise ValueError("it does not say of which run it is")
+    if "script" in wanted and found.get("script") != wanted["script"]:
+        wanted = {"script": wanted["script"]}
     return "; ".join(f"{name} is {found.get(name)} there, {value} here" for name, value in wanted.items()
                      if found.get(name) != value)
 
@@ -356,6 +364,8 @@ def start_and_end(run: Run, model: nn.Module, inputs: Tensor) -> list[tuple[list
     Two pairs (attention, openness): lists of (B, H, N, N), one a layer, and of sigmoid(M), (N, N) or (H, N, N), one a
     layer that has log sigmoid(M).
     """
+    if not run.checkpoint.is_file():  # its result line may be there, with --resume
+        runs.fail(f"--plot: {run.checkpoint} is missing; the run has to be made anew, without --resume")
     start, layers = snapshot(model, inputs), layers_of(model)
     restore(run.checkpoint, model, description(run))
     shown = [layer.squash for layer in layers if layer.mask is not None]

@@ -189,11 +189,16 @@ def download(url: str, path: Path, sha256: str) -> None:
     """
     if path.exists():
         return
+    made = [folder for folder in path.parents if not folder.exists()]  # the innermost first
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.hub.download_url_to_file(url, str(path), hash_prefix=sha256, progress=sys.stderr.isatty())
     except (OSError, RuntimeError, http.client.HTTPException) as error:
         raise ValueError(f"{url}: {first_line(error)}; put the file into {path.parent} by hand, or try again") from None
+    finally:
+        with contextlib.suppress(OSError):  # a folder that has something in it stays
+            for folder in made:
+                folder.rmdir()
 
 
 # -- a script as a process ------------------------------------------------------------------------
