@@ -220,7 +220,7 @@ def print_table(common: Args, args_of: list[tuple[str, Args]], results: list[dic
             rows.append([f"{task} {100 * args.fraction:g}% {init}", *cells, runs.mass_cell(these), *figures])
     header = ["", "exact match", "digits", "loss", "steps to 75 %", "to 99 %", "support mass",
               "paper: exact", "digits", "loss"]
-    print(f"\n{common.seeds} seed(s), mean +- standard deviation; support mass: the least layer's, start -> end")
+    print(f"\n{common.seeds} seed(s), mean +- standard deviation; support mass: by layer, start -> end (by chance)")
     print(runs.table(header, rows, optional=3))
 
 

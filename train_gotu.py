@@ -174,7 +174,7 @@ def print_table(args: Args, args_of: dict[str, Args], results: list[dict]) -> No
             cells = [runs.mean_std([m[column] for m in these]) for column in MEASURED]
             rows.append([f"{task} {init}", *cells, runs.mass_cell(these), *paper])
     header = ["", "accuracy", "unseen acc", "mse", "unseen mse", "seen mse", "support mass", "paper: acc", "mse"]
-    print(f"\n{args.seeds} seed(s), mean +- standard deviation; support mass: the least layer's, start -> end")
+    print(f"\n{args.seeds} seed(s), mean +- standard deviation; support mass: by layer, start -> end (by chance)")
     print(runs.table(header, rows, optional=2))
 
 

@@ -284,10 +284,15 @@ def mean_std(values: list, digits: int = 4) -> str:
 
 
 def mass_cell(metrics: list[dict]) -> str:
-    """'start -> end': support mass of the layer that keeps least, over seeds; '-' where a layer has none."""
-    least = [[None if None in m[f"support_mass_{when}"] else min(m[f"support_mass_{when}"]) for m in metrics]
-             for when in ("init", "final")]
-    return " -> ".join(mean_std(values, 2) for values in least)
+    """'0.97 0.96 -> 0.94 0.73 (0.07 0.07)': support mass of each layer at the start and at the end, and what chance
+    gives, means over seeds; of more than four layers the first and the last. '-' where a layer has none."""
+    def means(name: str) -> str:
+        layers = list(zip(*(m.get(name) or [] for m in metrics)))
+        shown = layers if len(layers) < 5 else [layers[0], layers[-1]]
+        return " ".join(mean_std(list(layer), 2).split(" ")[0] for layer in shown)
+
+    start, end, chance = map(means, ("support_mass_init", "support_mass_final", "support_chance"))
+    return f"{start} -> {end}" + f" ({chance})" * bool(chance)
 
 
 def table(header: list, rows: list[list], optional: int = 0) -> str:
