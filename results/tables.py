@@ -19,6 +19,7 @@ import train_gotu  # noqa: E402
 import train_lm  # noqa: E402
 import train_vit  # noqa: E402
 from tinymask import arithmetic, pictures, records  # noqa: E402
+from tinymask.persistence import even, support_mass  # noqa: E402
 
 MAIN = ["default", "svd", "opt", "mask", "mask-only", "mask-literal"]  # controls have a table of their own
 PAGES = [ROOT / "README.md", ROOT / "results" / "README.md"]
@@ -50,11 +51,11 @@ def by(lines, *names):
     return groups
 
 
-def support(these):
+def support(these, when=("init", "final")):
     """'start → end' of each layer, a mean over seeds."""
-    pairs = zip(*([[r["metrics"][f"support_mass_{when}"][layer] for r in these]
-                   for layer in range(these[0]["config"]["depth"])] for when in ("init", "final")))
-    return ", ".join(f"{mean(start)} → {mean(end)}" for start, end in pairs)
+    layers = range(these[0]["config"]["depth"])
+    return ", ".join(" → ".join(mean([r["metrics"][f"support_mass_{name}"][layer] for r in these]) for name in when)
+                     for layer in layers)
 
 
 def solved(these):
@@ -89,7 +90,7 @@ def gotu_rows():
 
 
 def control_rows():
-    """One row a control: solved seeds, mse, and the least support at the end, for each task."""
+    """One row a control: solved seeds, mse, and the layers' support at the end, for each task."""
     rows, groups = [], by(lines_of("gotu-controls.jsonl"), "task", "init")
     first = by([r for r in lines_of() if r["seed"] < 3], "task", "init")
     for init in ["default", "svd", "opt", "mask", *(i for i in train_gotu.CONTROLS if any(i in key for key in groups))]:
@@ -99,9 +100,8 @@ def control_rows():
             if not these:
                 cells.append("not run yet")
                 continue
-            least = statistics.fmean(min(r["metrics"]["support_mass_final"]) for r in these)
             errors = spread([r["metrics"]["mse_all"] for r in these], 3)
-            cells.append(f"{solved(these)} of {len(these)}; {errors}; {least:.2f}")
+            cells.append(f"{solved(these)} of {len(these)}; {errors}; {support(these, ['final'])}")
         rows.append(row(f"`{init}`", *cells))
     return rows
 
@@ -172,7 +172,7 @@ def arith_cells(these):
     metrics = [r["metrics"] for r in these]
     steps = [spread([m[name] for m in metrics], 0) for name in ("steps_to_75", "steps_to_99")]
     return [percent(these, "exact_match"), percent(these, "digit_accuracy"), spread([m["loss"] for m in metrics], 3),
-            *steps, mass_of_layers(these)]
+            *steps, support(these)]
 
 
 def arith_rows():
@@ -235,7 +235,7 @@ def vit_rows(name="vit.jsonl"):
     for (task, init), these in by(lines_of(name), "task", "init").items():
         steps = steps_to(these, defaults[task, "default"], "top1", lambda here, end: here >= end)
         rows.append(row(task, f"`{init}`", percent(these, "top1"), percent(these, "top1_best"),
-                        spread([r["metrics"]["loss"] for r in these], 3), steps, mass_of_layers(these)))
+                        spread([r["metrics"]["loss"] for r in these], 3), steps, support(these)))
     return rows
 
 
@@ -354,12 +354,6 @@ def default_rows():
     return rows
 
 
-def mass_of_layers(these):
-    """'start → end' of the layer that keeps least, a mean over seeds."""
-    ends = [mean([min(r["metrics"][f"support_mass_{when}"]) for r in these]) for when in ("init", "final")]
-    return " → ".join(ends)
-
-
 def facts():
     """Figures in the README's prose, each as the text that must stand there."""
     lines = lines_of()
@@ -377,7 +371,12 @@ def facts():
     mirrored = [arithmetic.mirrored(*train_arith.load_pairs(args_of[-1][1])).float().mean().item() for args_of in (
         train_arith.one_fraction_each(flags, [task]) for task, flags in (
             ("mul", []), ("mul", ["--preset", "paper"]), ("add", [])))]
+    chance = {script: [support_mass([even(supports[0][None, None])], supports[:1])[0] for supports in (
+        script.prior(script.settings([], task), task, "mask", 0) for task in tasks)]
+        for script, tasks in ((train_gotu, ["2parity", "majority", "cyclic3"]), (train_arith, ["add"]))}
     return [
+        "the support has {:.2f} of it (Majority: {:.2f}; addition, below: {:.2f})".format(
+            chance[train_gotu][0], chance[train_gotu][1], chance[train_arith][0]),
         "{:.0%} of the two-digit products, {:.0%} of the paper's three-digit ones, {:.1%} of the sums from 4,000 pairs"
         .format(*mirrored).replace("%", " %"),
         f"at step 1,728, with an mse of {unseen[1728]:.2f} there, and close from step 3,456 on ({unseen[3456]:.4f}; at "
