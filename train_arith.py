@@ -246,9 +246,6 @@ def plot(common: Args, args_of: list[tuple[str, Args]], results: list[dict], pat
 def main(argv: list[str] | None = None) -> list[dict]:
     common = settings(argv, None)
     args_of = one_fraction_each(argv, common.tasks)
-    if common.plot:
-        with runs.refused("--plot"):
-            pictures.require()
     device, out = runs.pick_device(common.device), runs.open_out(common.out)
     wanted = records.wanted("arith", args_of, out, device)
     results: list[dict] = []

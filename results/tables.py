@@ -106,14 +106,18 @@ def control_rows():
     return rows
 
 
+def typed(flags):
+    """Flags, name -> value, as they were typed."""
+    return " ".join(f"--{name.replace('_', '-')} " + (f"{value:g}" if isinstance(value, float) else str(value))
+                    for name, value in flags.items())
+
+
 def changed(result):
     """The flags of a result line that are not the default of its task, as they were typed."""
-    usual, config = vars(train_gotu.settings([], result["task"])), dict(result["config"])
+    usual, config = vars(train_gotu.settings([], result["task"])), records.of_the_run(result["config"])
     if config["mask_lr"] == config["lr"]:
         del config["mask_lr"]
-    names = [name for name in config if name not in records.NOT_OF_THE_RUN and config[name] != usual[name]]
-    return " ".join(f"--{name.replace('_', '-')} {config[name]:g}" if isinstance(config[name], float)
-                    else f"--{name.replace('_', '-')} {config[name]}" for name in names)
+    return typed({name: value for name, value in config.items() if value != usual[name]})
 
 
 def map_settings():
@@ -153,9 +157,7 @@ def flags_of(result, script, names):
     """Those of a result line's flags `names` that are not the default of its task and preset, as they were typed."""
     config = result["config"]
     usual = vars(script.settings(["--preset", config["preset"]], result["task"]))
-    return " ".join(f"--{name.replace('_', '-')} {value:g}" if isinstance(value, float)
-                    else f"--{name.replace('_', '-')} {value}"
-                    for name in names if (value := config.get(name, 1.0)) not in (None, usual[name]))
+    return typed({name: value for name in names if (value := config.get(name, 1.0)) not in (None, usual[name])})
 
 
 def arith_groups(name):
@@ -175,10 +177,15 @@ def arith_cells(these):
             *steps, support(these)]
 
 
-def arith_rows():
-    """Arithmetic, the default preset: one row for each task, fraction and init."""
-    return [row(task, f"{100 * fraction:g} %", f"`{init}`", *arith_cells(these))
-            for (task, fraction, _, init), these in arith_groups("arith.jsonl").items()]
+def arith_rows(name, *columns):
+    """Arithmetic: a row for each task, fraction, flags and init in results/`name`, labelled by its columns."""
+    rows = []
+    for (task, fraction, _, init), these in arith_groups(name).items():
+        config = these[0]["config"]
+        label = {"task": task, "shown": f"{100 * fraction:g} %", "init": f"`{init}`", "order": config.get("order"),
+                 "rate": f"{config['lr']:g}"}
+        rows.append(row(*(label[column] for column in columns), *arith_cells(these)))
+    return rows
 
 
 def arith_scale_rows():
@@ -201,23 +208,6 @@ def arith_paper_rows():
         paper = "{:.2%}, {:.2%}, {:g}".format(*train_arith.PAPER[task, init]).replace("%", " %")
         rows.append(row(task, f"`{flags}`" if flags else "", f"`{init}`", paper, str(len(these)), *arith_cells(these)))
     return rows
-
-
-def arith_control_rows(name="arith-controls.jsonl"):
-    """Addition in one form: one row an init."""
-    return [row(f"`{init}`", *arith_cells(these)) for (_, _, _, init), these in arith_groups(name).items()]
-
-
-def arith_sequence_rows():
-    """Autoregressive models at 0.1 %: one row for each order and init."""
-    return [row(these[0]["config"]["order"], f"{these[0]['config']['lr']:g}", f"`{init}`", *arith_cells(these))
-            for (_, _, _, init), these in arith_groups("arith-sequence.jsonl").items()]
-
-
-def arith_rate_rows():
-    """Addition at three times the rate: one row for each fraction and init."""
-    return [row(f"{100 * fraction:g} %", f"`{init}`", *arith_cells(these))
-            for (_, fraction, _, init), these in arith_groups("arith-rates.jsonl").items()]
 
 
 def steps_to(these, defaults, name, better):
@@ -291,24 +281,19 @@ def arith_headlines():
     one("add, 4,000, tokens 1, positions 0.02", paper, ("add", 0.004, "--token-std 1"), f"{whole} --token-std 1",
         of["add"])
     one("add, 4,000, both 1, mean readout", paper, ("add", 0.004, mean_of), f"{whole} {mean_of} --seeds 3")
-    one("add, 500 pairs", few, ("add", 0.0005, ""), f"{addition} --fraction 0.0005 --seeds 3")
-    one("add, 500 pairs, three splits", splits, ("add", 0.0005, ""),
-        f"{addition} --fraction 0.0005 --split 1 --first-seed 1")
-    one("add, 500 pairs, rate 0.003", rates, ("add", 0.0005, "--lr 0.003"),
-        f"{addition} --fraction 0.0005 --lr 3e-3 --seeds 3")
-    one("add, 1,000 pairs", few, ("add", 0.001, ""), f"{addition} --fraction 0.001 --seeds 3")
-    one("add, 1,000 pairs, rate 0.003", rates, ("add", 0.001, "--lr 0.003"),
-        f"{addition} --fraction 0.001 --lr 3e-3 --seeds 3")
-    one("add, 1,000, digit after digit", sequence, ("add", 0.001, "--mode autoregressive --order plain"),
-        f"{addition} --mode autoregressive --fraction 0.001 --seeds 3")
-    one("add, 1,000, digit after digit, rate 0.003",
-        sequence, ("add", 0.001, "--mode autoregressive --order plain --lr 0.003"),
-        f"{addition} --mode autoregressive --fraction 0.001 --lr 3e-3 --seeds 3")
-    one("add, 1,000, lowest digit first", sequence, ("add", 0.001, "--mode autoregressive --order reversed"),
-        f"{addition} --mode autoregressive --order reversed --fraction 0.001 --seeds 3")
-    one("add, 1,000, lowest digit first, rate 0.003",
-        sequence, ("add", 0.001, "--mode autoregressive --order reversed --lr 0.003"),
-        f"{addition} --mode autoregressive --order reversed --fraction 0.001 --lr 3e-3 --seeds 3")
+    for pairs, part, name in (("500", 0.0005, "0.0005"), ("1,000", 0.001, "0.001")):
+        shown = f"{addition} --fraction {name}"
+        one(f"add, {pairs} pairs", few, ("add", part, ""), f"{shown} --seeds 3")
+        if pairs == "500":
+            one("add, 500 pairs, three splits", splits, ("add", part, ""), f"{shown} --split 1 --first-seed 1")
+        one(f"add, {pairs} pairs, rate 0.003", rates, ("add", part, "--lr 0.003"), f"{shown} --lr 3e-3 --seeds 3")
+    for order, label, flag in (("plain", "digit after digit", ""),
+                               ("reversed", "lowest digit first", "--order reversed ")):
+        mode = f"--mode autoregressive --order {order}"
+        typed = f"{addition} --mode autoregressive {flag}--fraction 0.001"
+        one(f"add, 1,000, {label}", sequence, ("add", 0.001, mode), f"{typed} --seeds 3")
+        one(f"add, 1,000, {label}, rate 0.003", sequence, ("add", 0.001, f"{mode} --lr 0.003"),
+            f"{typed} --lr 3e-3 --seeds 3")
     whole = "train_arith.py --tasks mul --preset paper --bf16"
     one("mul, 30,000 pairs, the paper's model", paper, ("mul", 0.03, ""), f"{whole} --seeds 3 --inits default mask",
         of["mul"])
@@ -405,12 +390,12 @@ TABLES = {  # how a table's header begins -> its rows
     "| change | 2parity": map_rows,
     "| init, paper preset |": paper_rows,
     "| tokens | positions |": arith_scale_rows,
-    "| task | shown | init |": arith_rows,
-    "| init, other pairs | exact match |": lambda: arith_control_rows("arith-splits.jsonl"),
-    "| init, mirrors apart | exact match |": lambda: arith_control_rows("arith-mirrors.jsonl"),
-    "| control | exact match |": arith_control_rows,
-    "| order | rate | init |": arith_sequence_rows,
-    "| shown, rate 0.003 | init |": arith_rate_rows,
+    "| task | shown | init |": lambda: arith_rows("arith.jsonl", "task", "shown", "init"),
+    "| init, other pairs | exact match |": lambda: arith_rows("arith-splits.jsonl", "init"),
+    "| init, mirrors apart | exact match |": lambda: arith_rows("arith-mirrors.jsonl", "init"),
+    "| control | exact match |": lambda: arith_rows("arith-controls.jsonl", "init"),
+    "| order | rate | init |": lambda: arith_rows("arith-sequence.jsonl", "order", "rate", "init"),
+    "| shown, rate 0.003 | init |": lambda: arith_rows("arith-rates.jsonl", "shown", "init"),
     "| task | changed | init |": arith_paper_rows,
     "| set | init | top-1, last |": vit_rows,
     "| set | control |": lambda: vit_rows("vit-controls.jsonl"),

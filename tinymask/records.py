@@ -102,8 +102,7 @@ def take_up(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batche
         return
     try:
         saved = load(run.checkpoint)
-        if difference := differing(saved, description(run)):
-            raise ValueError(difference)
+        check(saved, description(run))
         if "optimizer" not in saved:  # a finished run whose result line is gone
             return
         model.load_state_dict(saved["model"])
@@ -291,16 +290,16 @@ def description(run: Run) -> dict:
     return {"script": run.script, "task": run.task, "init": run.init, "seed": run.seed} | of_the_run(vars(run.args))
 
 
-def differing(saved: Any, wanted: dict) -> str:
-    """The fields in which a checkpoint's own description differs from the one wanted, by name; '' if in none. Another
-    script's has hardly one in common, and that is all that is said."""
+def check(saved: Any, wanted: dict) -> None:
+    """ValueError with the fields in which a checkpoint's own description is not what is wanted; of another script's,
+    which has hardly one in common, that alone."""
     found = saved.get("run") if isinstance(saved, dict) else None
     if not isinstance(found, dict) or "model" not in saved:
         raise ValueError("it does not say of which run it is")
-    if "script" in wanted and found.get("script") != wanted["script"]:
-        wanted = {"script": wanted["script"]}
-    return "; ".join(f"{name} is {found.get(name)} there, {value} here" for name, value in wanted.items()
-                     if found.get(name) != value)
+    differ = [f"{name} is {found.get(name)} there, {value} here" for name, value in wanted.items()
+              if found.get(name) != value]
+    if differ:
+        raise ValueError(differ[0] if differ[0].startswith("script ") else "; ".join(differ))
 
 
 def save(path: Path, state: dict) -> None:
@@ -351,8 +350,7 @@ def restore(path: Path, model: nn.Module, wanted: dict, flag: str = "") -> None:
     """
     try:
         saved = load(path)
-        if difference := differing(saved, wanted):
-            raise ValueError(difference)
+        check(saved, wanted)
         model.load_state_dict(saved["model"])
     except Exception as error:  # missing, zip, pickle and shape errors alike
         runs.fail(f"{flag} {path}: not a checkpoint of this run ({runs.first_line(error).rstrip(':')})".strip())

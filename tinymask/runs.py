@@ -22,6 +22,8 @@ from typing import Any, NoReturn
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from tinymask import pictures
+
 Args = argparse.Namespace  # the flags of a command line
 _signals: list[int] = []  # that asked to stop: SIGINT (Ctrl-C) or SIGTERM
 _open_folders: list[Path] = []  # of --out: from then on there is something to save
@@ -120,8 +122,11 @@ def describe_presets(flags: argparse.ArgumentParser, presets: dict) -> None:
 
 
 def parse(flags: argparse.ArgumentParser, argv: list[str] | None, presets: dict, smoke: dict) -> Args:
-    """Parse argv; flags not given take the preset's value, and `smoke`'s with --smoke."""
+    """Parse argv; flags not given take the preset's value, and `smoke`'s with --smoke. --plot needs matplotlib."""
     args = flags.parse_args(argv)
+    if args.plot:
+        with refused("--plot"):
+            pictures.require()
     for name, value in (presets[args.preset] | (smoke if args.smoke else {})).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
