@@ -4,9 +4,11 @@
     python train_lm.py --data book.txt --inits default mask-slopes --sample 200
 
 All arms see the same windows of the same text. `mask` is the paper's: causal, falling by 10 a token in every
-head; `mask-slopes` has a geometric slope for each head, which fixed and without log sigmoid is `alibi`. Expected:
-masks below the default. Perplexities of different tokenisers do not compare; bits per byte do, and words have none,
-for their tokenisers lose spaces and rare words.
+head; `mask-slopes` has a geometric slope for each head, which fixed and without log sigmoid is `alibi`. In place of a
+mask, `relative` learns a number for each head and distance, from zero and as a mask is trained, and `rotary` has
+rotary positions and no learned ones; `rotary-mask` is `mask-slopes` on top of that. Expected: masks below the
+default. Perplexities of different tokenisers do not compare; bits per byte do, and words have none, for their
+tokenisers lose spaces and rare words.
 """
 import argparse
 import hashlib
@@ -19,14 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinymask import inits, mask_priors, parallel, pictures, qk_init, records, runs, text
+from tinymask import inits, mask_priors, parallel, pictures, qk_init, records, rivals, runs, text
 from tinymask.persistence import measures, snapshot
 from tinymask.runs import Args
 from tinymask.transformer import GPT, generate, init_weights, parameter_counts, parameter_groups
 
 DATASETS = ["builtin", "wikitext2", "wikitext2-raw", "tinystories"]
 INITS = inits.rows(["default", "mimetic", "mask", "mask-slopes", "alibi", "bias",
-                    "mask-zero", "mask-frozen", "mask-shuffled"])
+                    "mask-zero", "mask-frozen", "mask-shuffled", "relative", "rotary", "rotary-mask"])
 INITS["bias"] = inits.Init(mask=F.logsigmoid, squash=False, design="slopes")  # starts as mask-slopes does
 SLOPES = {"ours": lambda heads: [10.0] * heads, "slopes": mask_priors.geometric_slopes}  # of each head, by design
 PRESETS = {
@@ -78,6 +80,8 @@ def settings(argv: list[str] | None, dataset: str | None) -> Args:
     args = runs.parse(parser(), argv, presets, SMOKE)
     if args.data is not None and (args.dataset or not args.data):
         runs.fail(f"--data {args.data!r}: wanted a file, and no --dataset beside it")
+    if args.head_dim % 2 and any(INITS[init].rotary for init in args.inits):
+        runs.fail(f"--head-dim {args.head_dim}: rotary positions turn pairs of columns, wanted an even number")
     args.dataset = args.dataset or DATASETS[:1]
     return args
 
@@ -145,13 +149,15 @@ def build(args: Args, init: str, seed: int, vocabulary: int) -> GPT:
     model = GPT(vocabulary=vocabulary, block=args.block, dim=args.dim, depth=args.depth, heads=args.heads,
                 head_dim=args.head_dim, dropout=args.dropout)
     init_weights(model, runs.generator(seed, "weights"), token_std=args.token_std, position_std=args.position_std)
+    if not row.positions:
+        torch.nn.init.zeros_(model.position).requires_grad_(False)
     mask, draws = mask_priors.distance_mask(args.block, SLOPES[row.design](args.heads)), runs.generator(seed, init)
     for block in model.transformer.blocks:
         if row.query_key == "mimetic":  # the signs of language
             qk_init.mimetic(block.attention, draws, query_key=-0.7, sign=1)
         # shuffled: each token sees one past token, a random one in every layer and head
         logits = inits.shuffled(mask, draws, causal=True) if row.shuffled else mask
-        inits.set_prior(block.attention, row, logits)
+        inits.set_prior(block.attention, row, logits, rivals.distance_index(args.block))
     return model
 
 

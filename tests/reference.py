@@ -31,7 +31,7 @@ def set_masks(model, init, masks):
         elif init == "hadamard":
             block.attention.set_mask(mask)
             block.attention.__class__ = rivals.HadamardAttention
-        elif init.startswith("mask"):
+        elif "mask" in init:
             mask = 0 * mask if init == "mask-zero" else mask
             block.attention.set_mask(mask, learnable=init not in ("mask-frozen", "mask-hard"))
 

@@ -126,7 +126,8 @@ def stopped_at_step_5(run, script, monkeypatch, *flags, signum=signal.SIGINT):
 
 @pytest.mark.parametrize("script, flags", scripts(
     (train_gotu, []), (train_arith, []), (train_arith, ["--mode", "autoregressive"]), (train_vit, []),
-    (train_vit, ["--augment", "full", "--drop-path", "0.5", "--pooling", "cls"]), (train_lm, ["--dropout", "0.3"])))
+    (train_vit, ["--augment", "full", "--drop-path", "0.5", "--pooling", "cls"]), (train_lm, ["--dropout", "0.3"]),
+    (train_lm, ["--inits", "relative"]), (train_lm, ["--inits", "rotary-mask"])))
 def test_resume_inside_a_run_equals_an_uninterrupted_one(script, flags, run, tmp_path, monkeypatch):
     flags = ["--inits", "mask", *flags]
     whole = run(script, "whole", *flags)
@@ -293,7 +294,7 @@ BAD = [*((script, flags) for script in TINY for flags in COMMON), *(
         "--dataset wikitext2", "--dataset tinystories", "--dataset ptb", "--data nosuch.txt", "--data .",
         "--tokeniser char", "--top-k 0", "--temperature -1", "--block 1", "--dropout 1", "--max-bytes 1",
         "--sample -1", "--prompt 日本 --tokeniser word", "--prompt=\N{NO-BREAK SPACE} --tokeniser word",
-        "--data x --dataset builtin", "--data=", "--prompt \udcff"))]
+        "--data x --dataset builtin", "--data=", "--prompt \udcff", "--head-dim 5 --inits rotary-mask"))]
 
 
 @pytest.mark.parametrize("script, flags", scripts(*BAD))

@@ -18,6 +18,7 @@ from reference import SHARED_FLAGS, assert_moved, assert_same, checkpoint, set_m
 import train_lm
 from tinymask import GPT, generate, init_weights, parallel, persistence, qk_init, runs, text
 from tinymask.inits import shuffled
+from tinymask.rivals import RelativeBias
 
 pytestmark = pytest.mark.lm
 TINY = dict(steps=3, batch_size=4, dim=12, depth=2, heads=3, head_dim=4, block=4, dropout=0.0)
@@ -50,6 +51,14 @@ def model_of(f, vocabulary=256):
     return GPT(vocabulary=vocabulary, **{name: f[name] for name in names})
 
 
+def turned(x):
+    """Rotary positions, arXiv 2104.09864: columns 2k and 2k + 1 as complex numbers, turned by n 10000^(-2k / Dh)."""
+    tokens, width = x.shape[2:]
+    angle = torch.arange(tokens)[:, None] * 10_000 ** (-torch.arange(0, width, 2) / width)
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)).flatten(-2)
+
+
 def reference(init, seed, f):
     """Section 5.4: next tokens of random windows. f: the flags. Gives the weights, and the losses of all steps."""
     cut = "".join(PARTS).encode()[: f["max_bytes"]].decode()
@@ -64,6 +73,13 @@ def reference(init, seed, f):
         qk_init.mimetic(block.attention, draws, query_key=-0.7, value_out=0.4, sign=1)
     masks = [shuffled(logits, draws, causal=True) if init == "mask-shuffled" else logits for _ in range(f["depth"])]
     set_masks(model, init, masks)
+    for block in model.transformer.blocks:
+        if init == "relative":
+            block.attention.position_bias = RelativeBias((n[:, None] - n).clamp(min=0), heads)
+        if init.startswith("rotary"):
+            block.attention.rotate = turned
+            model.position.data.zero_()
+            model.position.requires_grad_(False)
 
     def loss(draws):
         start = torch.randint(len(ids) - f["block"], (f["batch_size"], 1), generator=draws)
@@ -304,7 +320,7 @@ def test_the_table_and_when_the_paper_s_figures_stand_in_it(capsys):
 
 def test_plot(book, tmp_path):
     pytest.importorskip("matplotlib")
-    run(book, tmp_path / "out", "mask-slopes", "--plot", "--seeds", "2")
+    run(book, tmp_path / "out", "mask-slopes", "--plot", "--seeds", "2", "--inits", "relative", "rotary-mask", "rotary")
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"curves.png", "attention-a book.txt.png", "masks-a book.txt.png"} <= names
 
