@@ -60,6 +60,8 @@ def parser() -> argparse.ArgumentParser:
     add("--download", action="store_true", help="fetch the official files if they are not there")
     add("--max-bytes", type=runs.number(int, 1000, 2**40), metavar="N", help="of --data, or of a file of TinyStories")
     add("--tokeniser", choices=["byte", "word", "gpt2"], help="word: WikiText-2 as published, else 10,000 words")
+    add("--vocabulary", metavar="DIR", type=os.path.expanduser,
+        help="where encoder.json and vocab.bpe of GPT-2's release lie, for --tokeniser gpt2 without a network")
     add("--head-dim", type=runs.number(int, 1, 2**16), help="width of a head")
     add("--block", type=runs.number(int, 2, 2**16), help="tokens that the model sees")
     add("--dropout", type=runs.number(float, 0, 0.9), help="in every branch")
@@ -80,6 +82,8 @@ def settings(argv: list[str] | None, dataset: str | None) -> Args:
     args = runs.parse(parser(), argv, presets, SMOKE)
     if args.data is not None and (args.dataset or not args.data):
         runs.fail(f"--data {args.data!r}: wanted a file, and no --dataset beside it")
+    if args.vocabulary is not None and args.tokeniser != "gpt2":
+        runs.fail(f"--vocabulary {args.vocabulary}: wanted --tokeniser gpt2, not {args.tokeniser}")
     if args.head_dim % 2 and any(INITS[init].rotary for init in args.inits):
         runs.fail(f"--head-dim {args.head_dim}: rotary positions turn pairs of columns, wanted an even number")
     args.dataset = args.dataset or DATASETS[:1]
@@ -116,6 +120,8 @@ def load(args: Args, dataset: str) -> Data:
         texts = load_texts(args, dataset)
         as_published = (args.tokeniser, dataset, args.data) == ("word", "wikitext2", None)
         tokeniser = text.make_tokeniser("lines" if as_published else args.tokeniser, texts[0])
+        if args.vocabulary is not None:
+            tokeniser["vocabulary"] = args.vocabulary
         ids = [text.encode(tokeniser, part) for part in texts]
         for part, tokens in zip(("training", "validation", "test"), ids):
             if len(tokens) <= args.block:

@@ -294,7 +294,8 @@ BAD = [*((script, flags) for script in TINY for flags in COMMON), *(
         "--dataset wikitext2", "--dataset tinystories", "--dataset ptb", "--data nosuch.txt", "--data .",
         "--tokeniser char", "--top-k 0", "--temperature -1", "--block 1", "--dropout 1", "--max-bytes 1",
         "--sample -1", "--prompt 日本 --tokeniser word", "--prompt=\N{NO-BREAK SPACE} --tokeniser word",
-        "--data x --dataset builtin", "--data=", "--prompt \udcff", "--head-dim 5 --inits rotary-mask"))]
+        "--data x --dataset builtin", "--data=", "--prompt \udcff", "--head-dim 5 --inits rotary-mask",
+        "--vocabulary x"))]
 
 
 @pytest.mark.parametrize("script, flags", scripts(*BAD))

@@ -1,5 +1,6 @@
 """Texts from files of the published layouts, tokenisers, batches."""
 import doctest
+import json
 import zipfile
 
 import pytest
@@ -145,6 +146,33 @@ def test_gpt2_by_tiktoken(monkeypatch):
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: 1 / 0)
     with pytest.raises(ValueError, match="needs the network once"):
         text.encode(tokeniser, "x")
+
+
+def gpt2_files(folder, *merges):
+    """encoder.json and vocab.bpe as GPT-2's release has them: printable bytes as they are, others from U+0100 on."""
+    byte = {b: chr(b) for b in range(256) if chr(b).isprintable() and b != 32}
+    byte |= {b: chr(256 + k) for k, b in enumerate(b for b in range(256) if b not in byte)}
+    names = [*byte.values(), *("".join(pair) for pair in merges), "<|endoftext|>"]
+    folder.mkdir(exist_ok=True)
+    (folder / "encoder.json").write_text(json.dumps({name: k for k, name in enumerate(names)}), encoding="utf-8")
+    (folder / "vocab.bpe").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in merges), encoding="utf-8")
+    return {"kind": "gpt2", "vocabulary": str(folder)}
+
+
+def test_gpt2_from_files(tmp_path, monkeypatch):
+    """As they are now, without a network; pieces are cut before a space, which is U+0120 in the files."""
+    monkeypatch.setattr(pytest.importorskip("tiktoken"), "get_encoding", lambda name: 1 / 0)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    tokeniser = gpt2_files(tmp_path / "gpt2", "he", ("t", "he"), ("\u0120", "the"))
+    ids = text.encode(tokeniser, "the the<|endoftext|>\n")
+    assert ids[:3].tolist() == [257, 258, 259] and text.vocabulary_size(tokeniser) == 260
+    assert text.decode(tokeniser, ids) == "the the<|endoftext|>\n"
+    gpt2_files(tmp_path / "gpt2", "th")
+    assert text.encode(tokeniser, "the").tolist() == [256, ord("e") - 33]
+    (tmp_path / "gpt2" / "vocab.bpe").write_text("#version: 0.2\nh e\n", encoding="utf-8")
+    for folder in (tokeniser["vocabulary"], str(tmp_path / "nosuch")):
+        with pytest.raises(ValueError, match=f"encoder.json and vocab.bpe in the folder --vocabulary {folder}"):
+            text.encode({"kind": "gpt2", "vocabulary": folder}, "x")
 
 
 def test_gpt2_without_tiktoken_names_the_extra(monkeypatch):

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from reference import SHARED_FLAGS, assert_moved, assert_same, checkpoint, set_masks, train, words
+from test_text import gpt2_files
 
 import train_lm
 from tinymask import GPT, generate, init_weights, parallel, persistence, qk_init, runs, text
@@ -117,7 +118,7 @@ def test_each_flag_changes_what_it_says(name, book, tmp_path):
 
 
 def test_no_flag_is_left_out():
-    below = {"dataset", "data_dir", "data", "download", "sample", "prompt", "temperature", "top_k"}
+    below = {"dataset", "data_dir", "data", "download", "vocabulary", "sample", "prompt", "temperature", "top_k"}
     assert {action.dest for action in train_lm.parser()._actions} == MOVED.keys() | SHARED_FLAGS | below
 
 
@@ -189,6 +190,20 @@ def test_words(book, tmp_path, capsys):
     assert metrics["unknown"] == pytest.approx(2 / 3) and metrics["tokens_evaluated"] == 59
     assert "step 3: perplexity " in printed and "on validation\n\n1 seed(s)" in printed  # and no sample
     assert "perplexity per word token, blocks of 4" in printed
+
+
+def test_gpt2_s_tokens_from_files(book, tmp_path, monkeypatch):
+    """Bits per byte are of the text's bytes, a path is no part of a result."""
+    pytest.importorskip("tiktoken")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    tokeniser, flags = gpt2_files(tmp_path / "gpt2", "ab", "cd"), ["--tokeniser", "gpt2", "--sample", "2"]
+    (result,) = run(book, tmp_path / "out", "default", *flags, "--vocabulary", tokeniser["vocabulary"])
+    ids, metrics = [text.encode(tokeniser, part) for part in PARTS], result["metrics"]
+    assert result["config"]["text"] == hashlib.sha256(ids[0].numpy().tobytes()).hexdigest()[:12]
+    assert "vocabulary" not in result["config"] and checkpoint(tmp_path / "out")["tokeniser"] == tokeniser
+    assert checkpoint(tmp_path / "out")["model"]["token.weight"].shape[0] == 259
+    per_byte = len(ids[2]) / len(PARTS[2].encode())
+    assert metrics["bits_per_byte"] == pytest.approx(metrics["nll"] / math.log(2) * per_byte)
 
 
 def test_only_the_training_text_is_learnt_from(book, tmp_path, monkeypatch, capsys):

@@ -30,9 +30,10 @@ from tinymask.persistence import layers_of, snapshot
 
 # flags that choose which runs are made, or where; a run is the same run whatever they say
 NOT_OF_THE_RUN = ("tasks", "dataset", "inits", "seeds", "first_seed", "out", "resume", "plot", "smoke", "device",
-                  "data_dir", "download", "eval_only", "sample", "prompt", "temperature", "top_k", "data")
+                  "data_dir", "download", "eval_only", "sample", "prompt", "temperature", "top_k", "data",
+                  "vocabulary")
 MASSES = ("support_mass_init", "support_mass_final")
-PATHS = ("out", "data_dir", "data", "eval_only")  # not in a result line
+PATHS = ("out", "data_dir", "data", "eval_only", "vocabulary")  # not in a result line
 SAVE_EVERY = 500  # steps
 
 

@@ -7,13 +7,15 @@ ValueError; both are one line. A tokeniser is a plain dictionary, so that a chec
     {"kind": "byte"}                              256 tokens
     {"kind": "lines", "types": [...]}             WikiText-2: what spaces separate, <eos> at each line's end
     {"kind": "word", "types": [...]}              other text: words, signs and newlines; <unk> for rare ones
-    {"kind": "gpt2"}                              byte pairs of GPT-2, by the extra `gpt2` (tiktoken)
+    {"kind": "gpt2"}                              byte pairs of GPT-2, by the extra `gpt2` (tiktoken); "vocabulary"
+                                                  may name a folder with the files of GPT-2's release
 
 Line ends are \\n throughout: CR LF and a lone CR become one as a text is read, and bytes are counted after that.
 Shapes: B batch, N tokens of a block, T tokens of a text.
 """
 import collections
 import functools
+import hashlib
 import io
 import re
 import sys
@@ -170,7 +172,7 @@ def vocabulary_size(tokeniser: dict) -> int:
     """How many tokens there are."""
     if tokeniser["kind"] == "byte":
         return 256
-    return _gpt2().n_vocab if tokeniser["kind"] == "gpt2" else len(tokeniser["types"])
+    return _gpt2(tokeniser.get("vocabulary")).n_vocab if tokeniser["kind"] == "gpt2" else len(tokeniser["types"])
 
 
 def encode(tokeniser: dict, text: str) -> Tensor:
@@ -179,7 +181,7 @@ def encode(tokeniser: dict, text: str) -> Tensor:
     if kind == "byte":
         return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long() if text else torch.empty(0).long()
     if kind == "gpt2":
-        return torch.tensor(_gpt2().encode(text, allowed_special="all"), dtype=torch.long)
+        return torch.tensor(_gpt2(tokeniser.get("vocabulary")).encode(text, allowed_special="all"), dtype=torch.long)
     number = {word: index for index, word in enumerate(tokeniser["types"])}
     return torch.tensor([number.get(word, number[UNKNOWN]) for word in pieces(kind, text)], dtype=torch.long)
 
@@ -190,21 +192,31 @@ def decode(tokeniser: dict, ids: Tensor) -> str:
     if kind == "byte":
         return bytes(ids.tolist()).decode("utf-8", errors="replace")
     if kind == "gpt2":
-        return _gpt2().decode(ids.tolist())
+        return _gpt2(tokeniser.get("vocabulary")).decode(ids.tolist())
     return " ".join(tokeniser["types"][index] for index in ids.tolist())
 
 
-def _gpt2() -> Any:
-    """GPT-2's byte pair encoding; tiktoken fetches its vocabulary at the first use."""
+def _gpt2(folder: str | None) -> Any:
+    """GPT-2's byte pair encoding; without a folder that has its vocabulary, tiktoken fetches it at the first use."""
     try:
         import tiktoken
     except ImportError:
         raise ValueError("the gpt2 tokeniser needs tiktoken; install it with: pip install 'tinymask[gpt2]'") from None
     try:
-        return tiktoken.get_encoding("gpt2")
-    except Exception as error:  # its network errors are of many kinds
+        if folder is None:
+            return tiktoken.get_encoding("gpt2")
+        from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+        from tiktoken_ext.openai_public import r50k_pat_str
+
+        files = [Path(folder) / name for name in ("vocab.bpe", "encoder.json")]
+        sums = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]  # or it reads its copy of older ones
+        ranks = data_gym_to_mergeable_bpe_ranks(str(files[0]), str(files[1]), sums[0], sums[1])
+        return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks,
+                                 special_tokens={SEPARATOR: len(ranks)})
+    except Exception as error:  # its errors are of many kinds
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"tiktoken could not fetch GPT-2's vocabulary ({reason}); it needs the network once") from None
+        raise ValueError(f"tiktoken could not load GPT-2's vocabulary ({reason}); it needs the network once, or "
+                         f"GPT-2's encoder.json and vocab.bpe in the folder --vocabulary {folder or 'DIR'}") from None
 
 
 # -- batches --------------------------------------------------------------------------------------
