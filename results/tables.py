@@ -360,8 +360,8 @@ def facts():
         script.prior(script.settings([], task), task, "mask", 0) for task in tasks)]
         for script, tasks in ((train_gotu, ["2parity", "majority", "cyclic3"]), (train_arith, ["add"]))}
     return [
-        "the support has {:.2f} of it (Majority: {:.2f}; addition, below: {:.2f})".format(
-            chance[train_gotu][0], chance[train_gotu][1], chance[train_arith][0]),
+        f"the support has {chance[train_gotu][0]:.2f} of it (Majority: {chance[train_gotu][1]:.2f}; addition, below: "
+        f"{chance[train_arith][0]:.2f})",
         "{:.0%} of the two-digit products, {:.0%} of the paper's three-digit ones, {:.1%} of the sums from 4,000 pairs"
         .format(*mirrored).replace("%", " %"),
         f"at step 1,728, with an mse of {unseen[1728]:.2f} there, and close from step 3,456 on ({unseen[3456]:.4f}; at "
