@@ -1,6 +1,7 @@
 """What the tests of the scripts share: a training loop written from the paper, and how a script is run and compared."""
 import math
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -13,6 +14,15 @@ SHARED_FLAGS = {"help", "inits", "preset", "seeds", "first_seed", "device", "out
 def words(flags):
     """{"batch_size": 8, "bf16": True} -> ["--batch-size=8", "--bf16"]."""
     return [f"--{name.replace('_', '-')}" + f"={value}" * (value is not True) for name, value in flags.items()]
+
+
+def refused(capsys, act, status=2):
+    """The one line with which act() leaves."""
+    with pytest.raises(SystemExit) as stop:
+        act()
+    error = capsys.readouterr().err
+    assert stop.value.code == status and len(error.splitlines()) == 1, error
+    return error
 
 
 def checkpoint(out):

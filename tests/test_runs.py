@@ -11,19 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from reference import refused
 
 from tinymask import Encoder, parallel, records, runs
 
 pytestmark = pytest.mark.gotu
 ROOT = Path(__file__).parent.parent
-
-
-def refused(capsys, act, status=2):
-    with pytest.raises(SystemExit) as stop:
-        act()
-    error = capsys.readouterr().err
-    assert stop.value.code == status and len(error.splitlines()) == 1, error
-    return error
 
 
 # -- flags, seeds, schedules ------------------------------------------------------------------

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from reference import refused
 
 import train_arith
 import train_gotu
@@ -61,15 +62,6 @@ def run(tmp_path):
 
 def lines(out):
     return [json.loads(line) for line in (out / "results.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
-def refused(capsys, act, status=2):
-    """The one line with which act() leaves."""
-    with pytest.raises(SystemExit) as stop:
-        act()
-    error = capsys.readouterr().err
-    assert stop.value.code == status and len(error.splitlines()) == 1, error
-    return error
 
 
 # -- result lines and seeds -------------------------------------------------------------------
