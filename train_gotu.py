@@ -200,9 +200,6 @@ def main(argv: list[str] | None = None) -> list[dict]:
     for task, init in itertools.product(common.tasks, common.inits):
         with runs.refused(f"--tasks {task} --inits {init}"):
             prior(args_of[task], task, init, 0)
-    if common.plot:
-        with runs.refused("--plot"):
-            pictures.require()
     device, out = runs.pick_device(common.device), runs.open_out(common.out)
     chosen = torch.randperm(2**common.bits, generator=runs.generator(0, "probe"))[:POINTS]
     wanted = records.wanted("gotu", args_of.items(), out, device)

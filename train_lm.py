@@ -236,9 +236,6 @@ def plot(common: Args, wanted: list[records.Run], results: list[dict], data: dic
 def main(argv: list[str] | None = None) -> list[dict]:
     common = settings(argv, None)
     args_of = {task: settings(argv, task) for task in ([Path(common.data).name] if common.data else common.dataset)}
-    if common.plot:
-        with runs.refused("--plot"):
-            pictures.require()
     rank, world, device = parallel.start(common.device, common.batch_size)
     data = parallel.first_alone(lambda: {task: load(args, task) for task, args in args_of.items()})
     wanted = records.wanted("lm", args_of.items(), runs.open_out(common.out), device, rank)
