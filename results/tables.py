@@ -1,8 +1,9 @@
 """Every table of README.md and results/README.md, from the result lines beside this file.
 
     python results/tables.py                  # writes the tables of both pages anew, after a new reference run
-    python results/tables.py --map FILE       # draws the map of settings
+    python results/tables.py --map FILE       # draws the map of settings; --ease and --moved: two other figures
 """
+import itertools
 import json
 import re
 import statistics
@@ -22,7 +23,7 @@ from tinymask import arithmetic, pictures, records  # noqa: E402
 from tinymask.persistence import even, support_mass  # noqa: E402
 
 MAIN = ["default", "svd", "opt", "mask", "mask-only", "mask-literal"]  # controls have a table of their own
-PAGES = [ROOT / "README.md", ROOT / "results" / "README.md"]
+PAGES = [ROOT / "README.md", ROOT / "results" / "README.md", ROOT / "results" / "mechanism.md"]
 
 
 def lines_of(name="gotu.jsonl"):
@@ -378,6 +379,82 @@ def facts():
     ]
 
 
+# -- results/mechanism.md ---------------------------------------------------------------------
+
+
+def setting(result):
+    """Codes, rate and ridge of a result line, the axes of the grid."""
+    config = result["config"]
+    ridge = f", ridge {config['ridge']:g}" if config.get("ridge") and result["init"] in ("svd", "opt") else ""
+    return f"codes {config['position_std']:g}, rate {config['lr']:g}{ridge}"
+
+
+def right(these, name="acc_unseen", least=0.99):
+    """Seeds that get so much right."""
+    return sum((r["metrics"][name] or 0) > least for r in these)
+
+
+def grid_cells(name="gotu-grid.jsonl"):
+    """(task, init) -> setting -> result lines of the tuning seeds; the grid alone: a gap of 10, ridges of .001 on."""
+    cells = {}
+    for r in lines_of(name):
+        config = r["config"]
+        if config.get("gap", 10) == 10 and (r["init"] not in ("svd", "opt") or config["ridge"]):
+            cells.setdefault((r["task"], r["init"]), {}).setdefault(setting(r), []).append(r)
+    return cells
+
+
+def ease_rows():
+    """The grid on seed 100, and each arm's own best on fresh seeds."""
+    rows, cells, fresh = [], grid_cells(), by(lines_of("gotu-fresh.jsonl"), "task", "init")
+    for task, init in ((task, init) for task in ("2parity", "majority", "cyclic3")
+                       for init in ("default", "svd", "opt", "mask")):
+        first = [[r for r in these if r["seed"] == 100] for these in cells[task, init].values()]
+        solved_cells = sum(right(these) == 1 for these in first)
+        chosen = TUNED[task, init]
+        these = [r for r in fresh[task, init] if setting(r) == chosen]
+        rows.append(row(task, f"`{init}`", f"{solved_cells} of {len(first)}", chosen,
+                        f"{right(these)} of {len(these)}", spread([r["metrics"]["mse_unseen"] for r in these], 3),
+                        support(these)))
+    return rows
+
+
+TUNED = {  # each arm's best over the tuning seeds: what `ease_rows` shows on fresh ones
+    ("2parity", "default"): "codes 0.05, rate 0.001", ("2parity", "mask"): "codes 0.05, rate 0.001",
+    ("2parity", "svd"): "codes 0.05, rate 0.0003", ("2parity", "opt"): "codes 0.05, rate 0.001, ridge 0.001",
+    ("majority", "default"): "codes 0.3, rate 0.003", ("majority", "mask"): "codes 0.05, rate 0.003",
+    ("majority", "svd"): "codes 0.05, rate 0.003, ridge 0.1", ("majority", "opt"): "codes 0.05, rate 0.003, ridge 0.1",
+}
+
+
+MOVED = {  # arm -> its result lines: the tuned ones (the first four), and the published query-key inits' kin
+    "default": lambda r: is_tuned(r, "default"), "mask": lambda r: is_tuned(r, "mask"),
+    "svd": lambda r: is_tuned(r, "svd"), "opt": lambda r: is_tuned(r, "opt"),
+    "bias": lambda r: r["init"] == "bias",
+    "svd, no ridge": lambda r: r["init"] == "svd" and r["config"]["ridge"] == 0 and r["config"]["lr"] == 0.001,
+    "svd-published": lambda r: r["init"] == "svd-published",
+}
+
+
+def is_tuned(r, init):
+    return r["init"] == init and setting(r) == TUNED.get((r["task"], init))
+
+
+def moved_rows(name="gotu-fresh.jsonl", tasks=("2parity", "majority"), arms=MOVED):
+    """What moved the logits of open pairs, at the end: root mean squares of each layer, a median over seeds."""
+    rows = []
+    for task, (label, where) in itertools.product(tasks, arms.items()):
+        these = [r for r in lines_of(name) if r["task"] == task and where(r)]
+        if not these:
+            continue
+        parts = [", ".join(f"{statistics.median(r['curve'][-1]['moved'][part][layer][0] for r in these):.2g}"
+                           for layer in range(these[0]["config"]["depth"])) for part in ("mask", "weights", "inputs")]
+        norms = ", ".join(f"{mean([r['metrics']['query_norm_init'][layer] for r in these], 0)}"
+                          for layer in range(these[0]["config"]["depth"]))
+        rows.append(row(task, label, str(len(these)), norms, *parts, support(these)))
+    return rows
+
+
 TABLES = {  # how a table's header begins -> its rows
     "| script | runs by default |": default_rows,
     "| task | default | svd |": boolean_headlines,
@@ -438,6 +515,43 @@ def draw_map(path):
     dots(groups, ["default", "svd", "mask"], ["2parity", "majority"], path)
 
 
+def draw_ease(path):
+    """Every cell of the grid as a point, and the fresh seeds at each arm's best as crosses: one panel a task."""
+    cells, fresh, arms = grid_cells(), by(lines_of("gotu-fresh.jsonl"), "task", "init"), MAIN[:4]
+    tasks = [task for task in train_gotu.TASKS if (task, "mask") in TUNED]
+    with pictures.drawing(path, 1, len(tasks), 3.0, 3.3, sharey=True) as (_, axes):
+        for ax, task in zip(axes.flat, tasks):
+            for place, init in enumerate(arms):
+                grid = [r for these in cells[task, init].values() for r in these if r["seed"] == 100]
+                best = [r for r in fresh[task, init] if setting(r) == TUNED[task, init]]
+                for these, shift, form in ((grid, -0.15, dict(marker="o", alpha=0.5)), (best, 0.2, dict(marker="x"))):
+                    errors = [max(r["metrics"]["mse_unseen"], 1e-4) for r in these]
+                    ax.plot([place + shift] * len(errors), errors, linestyle="", markersize=5,
+                            color=pictures.colour(init, arms), **form)
+            ax.set(yscale="log", title=task, xlim=(-0.6, len(arms) - 0.4))
+            ax.set_xticks(range(len(arms)), arms, fontsize=9)
+        axes[0, 0].set_ylabel("mean squared error, unseen part")
+
+
+def draw_moved(path):
+    """What moved the logits of open pairs by the end, one panel a task and layer, three bars an arm."""
+    tasks, parts = ["2parity", "majority"], {"mask": "#d62728", "weights": "#1f77b4", "inputs": "#999999"}
+    with pictures.drawing(path, len(tasks), 2, 4.2, 2.7, sharey=True) as (figure, axes):
+        for (task, layer), ax in zip(itertools.product(tasks, range(2)), axes.flat):
+            arms = [(label, [r for r in lines_of("gotu-fresh.jsonl") if r["task"] == task and where(r)])
+                    for label, where in MOVED.items()]
+            arms = [(label, these) for label, these in arms if these]
+            for shift, (part, colour) in enumerate(parts.items()):
+                sizes = [statistics.median(r["curve"][-1]["moved"][part][layer][0] for r in these) for _, these in arms]
+                places = [place + 0.27 * (shift - 1) for place in range(len(arms))]
+                ax.bar(places, sizes, 0.27, color=colour, label=part)
+            ax.set(yscale="log", ylim=(0.01, 2e4), title=f"{task}, layer {layer + 1}")
+            ax.set_xticks(range(len(arms)), [label for label, _ in arms], fontsize=8, rotation=25, ha="right")
+        for ax in axes[:, 0]:
+            ax.set_ylabel("logits moved, rms")
+        figure.legend(*axes[0, 0].get_legend_handles_labels(), frameon=False, ncols=3, loc="outside upper center")
+
+
 def write_tables():
     """Put the rows into the two pages."""
     for page in PAGES:
@@ -450,4 +564,5 @@ def write_tables():
 
 
 if __name__ == "__main__":
-    draw_map(sys.argv[2]) if sys.argv[1:2] == ["--map"] else write_tables()
+    draw = {"--map": draw_map, "--ease": draw_ease, "--moved": draw_moved}.get("".join(sys.argv[1:2]))
+    draw(sys.argv[2]) if draw else write_tables()
