@@ -69,6 +69,8 @@ def parser() -> argparse.ArgumentParser:
     add("--vary-offsets", action="store_true", help="let the layers go on through the 3 x 3 window")
     add("--open", type=runs.LOGIT, help="mask logit of an open pair")
     add("--closed", type=runs.LOGIT, metavar="M", help="mask logit of a closed pair, as --closed=-10")
+    add("--train-size", type=runs.number(int, 1), metavar="N",
+        help="train on N images, as many of each class; smaller parts lie inside larger ones (default: all)")
     add("--data-dir", default="data", metavar="DIR", type=os.path.expanduser,
         help="where official files and folders lie (default: data)")
     add("--download", action="store_true", help="fetch CIFAR if it is not there")
@@ -110,7 +112,11 @@ def load(args: Args, dataset: str) -> tuple:
                 runs.download(images.BASE + about["archive"], folder / about["archive"], about["sha256"])
             data = images.load_cifar(dataset, folder)
         args.data_hash = images.fingerprint(data)  # a run on other images is another run
-        return data
+    with runs.refused(f"--train-size {args.train_size}: {dataset}"):
+        if args.train_size is not None:
+            chosen = images.balanced(data[1], args.train_size, runs.generator(0, "train-size"))
+            data = (images.part(data[0], chosen), data[1][chosen], *data[2:])
+    return data
 
 
 def to_input(args: Args, batch: Tensor) -> Tensor:

@@ -263,6 +263,33 @@ def test_in_order_and_sample_and_what_workers_get_can_be_pickled(tensor, folder,
     assert len(images.sample(x, 64, generator())[:, 0, 0, 0].unique()) == 10
 
 
+def test_parts_are_balanced_and_nested():
+    """Sizes of a class differ by one at most, the first classes have the one more; class 3 has 4 images, all taken."""
+    labels = torch.arange(3).repeat(20).tolist() + [3] * 4
+    labels = torch.tensor(labels)[torch.randperm(64, generator=generator())]
+    parts = {count: images.balanced(labels, count, generator(5)) for count in range(4, 65)}
+    sizes = {count: labels[part].bincount(minlength=4).tolist() for count, part in parts.items()}
+    assert [sizes[n] for n in (4, 6, 16, 19, 20, 64)] == [[1, 1, 1, 1], [2, 2, 1, 1], [4] * 4, [5, 5, 5, 4],
+                                                          [6, 5, 5, 4], [20, 20, 20, 4]]
+    for count, part in parts.items():
+        assert torch.equal(part, part.unique()) and len(part) == count  # each image once, in their order
+        assert count == 64 or set(part.tolist()) < set(parts[count + 1].tolist())
+    assert torch.equal(parts[64], torch.arange(64))
+    assert not torch.equal(parts[16], images.balanced(labels, 16, generator(6)))
+    for count in (3, 65):
+        refused("wanted from 4, one a class, to 64 images", images.balanced, labels, count, generator())
+
+
+@pytest.mark.parametrize("tensor", [True, False])
+def test_a_part_of_a_set(tensor, folder):
+    """A folder's part is decoded as the whole is, and the whole stays whole."""
+    whole, labels, *_ = images.load_folder(folder, 8, classes=2)
+    some = images.part(torch.stack(list(whole)) if tensor else whole, torch.tensor([7, 2]))
+    ((batch, found),) = images.in_order(some, labels[[7, 2]], 4)
+    assert batch[:, 0, 0, 0].tolist() == [80, 30] and found.tolist() == [1, 0] and len(whole) == 10 == len(whole.labels)
+    assert tensor or some.labels.tolist() == [1, 0]
+
+
 def test_flip_and_crop_by_hand():
     image = torch.arange(1, 17, dtype=torch.uint8).reshape(1, 1, 4, 4).expand(900, 3, 4, 4)
     out = images.flip_and_crop(image, generator(), pad=1)

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 TINY = dict(steps=3, batch_size=8, dim=24, depth=2, warmup=2)
 SMALL = dict(steps=600, batch_size=64, dim=48, depth=2, warmup=30, side=32, patch=4, heads=3, lr=2e-3,
              weight_decay=0.05, pooling="mean", positions="learned", drop_path=0.0, augment="none", open=10.0,
-             closed=-10.0, vary_offsets=False, bf16=False)
+             closed=-10.0, vary_offsets=False, bf16=False, train_size=None)
 CLS = {"pooling": "cls"}
 
 
@@ -41,6 +41,9 @@ def scaled(x, side):
 def reference(init, seed, f, dataset="builtin"):
     """Section 5.3: cross-entropy with soft labels. f: the flags. Gives the weights, and the losses of all steps."""
     x, labels, _, _ = images.builtin("global" if dataset == "builtin-global" else "local")
+    if f["train_size"]:
+        chosen = images.balanced(labels, f["train_size"], runs.generator(0, "train-size"))
+        x, labels = x[chosen], labels[chosen]
     model, draws, cls = model_of(f), runs.generator(seed, init), f["pooling"] == "cls"
     init_weights(model, runs.generator(seed, "weights"))
     supports = mask_priors.impulse_support(f["side"] // f["patch"], f["depth"], f["heads"], f["vary_offsets"])
@@ -98,7 +101,7 @@ def test_three_steps_are_those_of_the_paper(init, seed, flags, tmp_path):
 # one other value for each flag that training depends on; of the rest, where they are moved
 MOVED = dict(steps=2, batch_size=4, dim=12, depth=3, heads=2, warmup=1, lr=0.01, mask_lr=0.5, weight_decay=0.9, side=16,
              patch=8, pooling="cls", positions="sincos", drop_path=0.6, augment="full", open=2.0, closed=-3.0,
-             vary_offsets=True, bf16=True, dataset="builtin-global")
+             vary_offsets=True, bf16=True, train_size=20, dataset="builtin-global")
 
 
 @pytest.mark.parametrize("name", MOVED)

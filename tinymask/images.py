@@ -6,6 +6,7 @@ Files are only read: an extracted folder wins over an archive, and any number of
 missing is a FileNotFoundError, one that cannot be used a ValueError; both are one line. Augmentation works on
 whole batches, with one generator. Shapes: B batch, P images, C classes, S side.
 """
+import copy
 import gzip
 import hashlib
 import itertools
@@ -255,6 +256,34 @@ def in_order(images: Images, labels: Tensor, size: int) -> Iterator[tuple[Tensor
 def sample(images: Images, count: int, generator: Generator) -> Tensor:
     """`count` different images, drawn at random: (count, 3, S, S) uint8. All of them if there are fewer."""
     return torch.stack([images[i] for i in torch.randperm(len(images), generator=generator)[:count].tolist()])
+
+
+def part(images: Images, chosen: Tensor) -> Images:
+    """The images with these indices, (K,), in this order."""
+    if isinstance(images, Tensor):
+        return images[chosen]
+    folder = copy.copy(images)
+    folder.files, folder.labels = [images.files[i] for i in chosen.tolist()], images.labels[chosen]
+    return folder
+
+
+def balanced(labels: Tensor, count: int, generator: Generator) -> Tensor:
+    """Which `count` images make a part with its classes as even as they can be: (count,) indices, rising.
+
+    In each round one image of every class is taken, in the order of the classes, drawn from those that are left; a
+    class that has none left is passed over. So a smaller part lies inside a larger one, and sizes of a class differ by
+    one at most while no class is used up. Raises ValueError for more images than there are, fewer than classes.
+    """
+    classes = labels.unique()
+    if not len(classes) <= count <= len(labels):
+        raise ValueError(f"wanted from {len(classes):,}, one a class, to {len(labels):,} images, all there are")
+    order = torch.randperm(len(labels), generator=generator)
+    rounds = torch.empty_like(labels)  # (P,): in which round an image is taken
+    for label in classes:
+        of_class = order[labels[order] == label]
+        rounds[of_class] = torch.arange(len(of_class))
+    taken = (rounds * (classes.max() + 1) + labels).argsort()
+    return taken[:count].sort().values
 
 
 def _decoded(images: ImageFolder, **batching: Any) -> Iterator[Tensor]:
