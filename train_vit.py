@@ -43,6 +43,7 @@ OF_DATASET = {"imagenet100": dict(steps=74_400, lr=1e-3, warmup=1_240, pooling="
 SMOKE = dict(steps=3, batch_size=16, dim=24, depth=2)
 MEASURED = ["top1", "top1_best", "loss"]  # the columns of the table
 EVALUATIONS, PROBE = 20, 64  # points on a curve, at most; images on which attention is looked at, and svd is solved
+HELD_OUT = 5000  # training images
 GAP = 50.0  # svd: difference in logits; at the mask's 10 the pattern would be lost in what else the layers read
 PAPER = {  # best top-1 over epochs: Tables 3 and 5
     ("cifar10", "default"): 0.9420, ("cifar10", "mimetic"): 0.9480, ("cifar10", "impulse"): 0.9512,
@@ -71,6 +72,8 @@ def parser() -> argparse.ArgumentParser:
     add("--closed", type=runs.LOGIT, metavar="M", help="mask logit of a closed pair, as --closed=-10")
     add("--train-size", type=runs.number(int, 1), metavar="N",
         help="train on N images, as many of each class; smaller parts lie inside larger ones (default: all)")
+    add("--held-out", action="store_true",
+        help=f"score on the last {HELD_OUT:,} training images, which are not trained on, in place of the test images")
     add("--data-dir", default="data", metavar="DIR", type=os.path.expanduser,
         help="where official files and folders lie (default: data)")
     add("--download", action="store_true", help="fetch CIFAR if it is not there")
@@ -99,7 +102,10 @@ def settings(argv: list[str] | None, dataset: str | None) -> Args:
 
 
 def load(args: Args, dataset: str) -> tuple:
-    """Training images (P, 3, S, S) uint8 and labels (P,), and the same to test. Notes in args which images they are."""
+    """Training images (P, 3, S, S) uint8 and labels (P,), and the same to score on, of the test set or held out.
+
+    Notes in args which images there were.
+    """
     with runs.refused(f"--dataset {dataset}"):
         folder = Path(args.data_dir)
         if dataset.startswith("builtin"):
@@ -112,11 +118,19 @@ def load(args: Args, dataset: str) -> tuple:
                 runs.download(images.BASE + about["archive"], folder / about["archive"], about["sha256"])
             data = images.load_cifar(dataset, folder)
         args.data_hash = images.fingerprint(data)  # a run on other images is another run
+    with runs.refused(f"--held-out: {dataset}"):
+        if args.held_out:
+            data = images.hold_out(*data[:2], HELD_OUT, runs.generator(0, "held-out"))
     with runs.refused(f"--train-size {args.train_size}: {dataset}"):
         if args.train_size is not None:
             chosen = images.balanced(data[1], args.train_size, runs.generator(0, "train-size"))
             data = (images.part(data[0], chosen), data[1][chosen], *data[2:])
     return data
+
+
+def scored(args: Args) -> str:
+    """What the images are called that a run is scored on."""
+    return "held-out training images" if args.held_out else "test images"
 
 
 def to_input(args: Args, batch: Tensor) -> Tensor:
@@ -196,7 +210,7 @@ def evaluate_only(args: Args, data: tuple, device: torch.device) -> list[dict]:
     wanted = {"script": "vit", "task": dataset, "init": init} | {name: vars(args)[name] for name in shape}
     records.restore(Path(args.eval_only), model, wanted, "--eval-only")
     found = scores(args, model.to(device), data[2], data[3], device)
-    print(f"{dataset} {init}: top-1 {found['top1']:.4f}, loss {found['loss']:.4f} on {len(data[3])} test images")
+    print(f"{dataset} {init}: top-1 {found['top1']:.4f}, loss {found['loss']:.4f} on {len(data[3])} {scored(args)}")
     return []
 
 
@@ -210,8 +224,9 @@ def print_table(common: Args, args_of: dict[str, Args], results: list[dict]) -> 
         paper = PAPER.get((dataset, init), "-") if at_paper else "-"
         rows.append([f"{dataset} {init}", *cells, runs.mass_cell(these), paper])
     header = ["", "top-1, last", "top-1, best", "loss", "support mass", "paper: best"]
-    print(f"\n{common.seeds} seed(s), mean +- standard deviation; from scratch, at {common.side} pixels; best: of the "
-          "evaluations on the curve,\nchosen on the test images themselves, so too good by some; last is not")
+    print(f"\n{common.seeds} seed(s), mean +- standard deviation; from scratch, at {common.side} pixels, on the "
+          f"{scored(common)}; best: of the\nevaluations on the curve, chosen on the {scored(common)} themselves, "
+          "so too good by some; last is not")
     print(runs.table(header, rows, optional=1))
 
 
@@ -252,8 +267,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
         args, (x, labels, test_x, test_labels) = run.args, data[run.task]
         probe = probe_of(args, data[run.task]).to(device)
         if rank == 0:
-            print(f"{run.name}: {len(x):,} images to learn from, {len(test_x):,} to test on, {args.steps} steps, "
-                  f"{(args.side // args.patch) ** 2:,} tokens an image")
+            print(f"{run.name}: {len(x):,} images to learn from, scored on {len(test_x):,} {scored(args)}, "
+                  f"{args.steps} steps, {(args.side // args.patch) ** 2:,} tokens an image")
 
         # model and prior
         model, supports = build(args, run.task, run.init, run.seed, x)

@@ -290,6 +290,20 @@ def test_a_part_of_a_set(tensor, folder):
     assert tensor or some.labels.tolist() == [1, 0]
 
 
+@pytest.mark.parametrize("tensor", [True, False])
+def test_images_held_out(tensor, folder):
+    """Of a tensor the last four; of a folder some of each class. None is in both parts, none is lost."""
+    whole, labels, *_ = images.load_folder(folder, 8, classes=2)
+    whole = torch.stack(list(whole)) if tensor else whole
+    parts = images.hold_out(whole, labels, 4, generator(3))
+    kept, out = ([int(image[0, 0, 0]) for image in part] for part in parts[::2])
+    assert sorted(kept + out) == list(range(10, 101, 10)) and kept == sorted(kept) and out == sorted(out)
+    for found, values in zip(parts[1::2], (kept, out)):
+        assert found.tolist() == [int(value > 50) for value in values]
+    assert out == [70, 80, 90, 100] if tensor else set(parts[3].tolist()) == {0, 1}
+    refused("10 training images, wanted more than 10", images.hold_out, whole, labels, 10, generator())
+
+
 def test_flip_and_crop_by_hand():
     image = torch.arange(1, 17, dtype=torch.uint8).reshape(1, 1, 4, 4).expand(900, 3, 4, 4)
     out = images.flip_and_crop(image, generator(), pad=1)

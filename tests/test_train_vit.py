@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 TINY = dict(steps=3, batch_size=8, dim=24, depth=2, warmup=2)
 SMALL = dict(steps=600, batch_size=64, dim=48, depth=2, warmup=30, side=32, patch=4, heads=3, lr=2e-3,
              weight_decay=0.05, pooling="mean", positions="learned", drop_path=0.0, augment="none", open=10.0,
-             closed=-10.0, vary_offsets=False, bf16=False, train_size=None)
+             closed=-10.0, vary_offsets=False, bf16=False, train_size=None, held_out=False)
 CLS = {"pooling": "cls"}
 
 
@@ -116,7 +116,7 @@ def test_each_flag_changes_what_it_says(name, tmp_path):
 
 
 def test_no_flag_is_left_out():
-    below = {"data_dir", "download", "eval_only"}
+    below = {"held_out", "data_dir", "download", "eval_only"}
     assert {action.dest for action in train_vit.parser()._actions} == MOVED.keys() | SHARED_FLAGS | below
 
 
@@ -213,6 +213,32 @@ def test_training_and_svd_see_no_test_image(init, tmp_path, monkeypatch):
     assert len(probes) == 2 and all(torch.equal(probe, wanted) for probe in probes)
 
 
+def test_held_out_images_are_scored_on_and_not_trained_on(tmp_path, monkeypatch, capsys):
+    """The last 30 of 100 are held out before a part is taken; no test image is looked at."""
+    x, labels, *_ = images.builtin("local")
+    x[70:] = 255  # marked
+    monkeypatch.setattr(images, "builtin", lambda relation: (x, labels, None, None))
+    monkeypatch.setattr(images, "fingerprint", lambda data: "")
+    monkeypatch.setattr(train_vit, "HELD_OUT", 30)
+    seen, forward = [], ViT.forward
+    monkeypatch.setattr(ViT, "forward", lambda self, x: (seen.append((self.training, x)), forward(self, x))[1])
+    (result,) = run(tmp_path, "mask", "--held-out", "--train-size", "70")
+    assert all((batch == 1).flatten(1).all(1).eq(not training).all() for training, batch in seen)
+    assert result["metrics"]["images"] == 70 and result["config"]["held_out"] and {len(b) for _, b in seen} == {8, 30}
+    monkeypatch.setattr(ViT, "forward", forward)
+    (path,) = (tmp_path / "checkpoints").iterdir()
+    run(tmp_path, "mask", "--held-out", "--eval-only", str(path))
+    out, say = capsys.readouterr().out, "held-out training images"
+    assert f"70 images to learn from, scored on 30 {say}" in out and f"chosen on the {say}" in out
+    assert out.endswith("top-1 {top1:.4f}, loss {loss:.4f} on 30 {}\n".format(say, **result["metrics"]))
+    for flags, said in ((["--train-size", "71"], "to 70 images"), (["--dataset", "builtin-global"], "")):
+        monkeypatch.setattr(train_vit, "HELD_OUT", 30 if said else 100)
+        with pytest.raises(SystemExit) as stop:
+            run(tmp_path / "new", "mask", "--held-out", *flags)
+        error = capsys.readouterr().err
+        assert stop.value.code == 2 and (said or "--held-out: builtin-global: 100 training") in error
+
+
 def test_the_table_says_what_best_is_and_when_the_paper_s_figures_stand_in_it(capsys):
     for flags, paper in ((["--bf16"], True), (["--dim", "96"], False), (["--preset", "small"], False)):
         args = train_vit.settings(["--preset", "paper", "--inits", "mask", "--dataset", "cifar10", *flags], "cifar10")
@@ -295,7 +321,7 @@ def test_plot(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     run(tmp_path, "mask", "--plot", "--pooling", "cls", "--patch", "16")
     assert {"curves.png", "attention-builtin.png", "masks-builtin.png"} <= {path.name for path in tmp_path.iterdir()}
-    assert "100 images to learn from, 70 to test on, 3 steps, 4 tokens an image" in capsys.readouterr().out
+    assert "100 images to learn from, scored on 70 test images, 3 steps, 4 tokens an image" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="gloo under torchrun")

@@ -267,6 +267,21 @@ def part(images: Images, chosen: Tensor) -> Images:
     return folder
 
 
+def hold_out(images: Images, labels: Tensor, count: int, generator: Generator) -> tuple[Images, Tensor, Images, Tensor]:
+    """The training images without `count` of them, and these: a set of their own, to choose settings on.
+
+    Those of a tensor are its last; of a folder, where images lie class by class, they are drawn. Both parts keep the
+    order of the whole. Raises ValueError unless there are more than `count`.
+    """
+    if len(labels) <= count:
+        raise ValueError(f"{len(labels):,} training images, wanted more than {count:,}")
+    order = torch.randperm(len(labels), generator=generator)
+    if isinstance(images, Tensor):
+        order = order.sort().values
+    kept, out = order[:-count].sort().values, order[-count:].sort().values
+    return part(images, kept), labels[kept], part(images, out), labels[out]
+
+
 def balanced(labels: Tensor, count: int, generator: Generator) -> Tensor:
     """Which `count` images make a part with its classes as even as they can be: (count,) indices, rising.
 
