@@ -65,8 +65,8 @@ def parser() -> argparse.ArgumentParser:
     add("--pooling", choices=["mean", "cls"], help="how the tokens become one output")
     add("--positions", choices=["learned", "sincos"], help="position codes")
     add("--drop-path", type=runs.number(float, 0, 0.9), help="of the last block")
-    add("--augment", choices=["none", "full"],
-        help="full: flip, crop, mixup 0.8, cutmix 1.0, random erasing, label smoothing 0.1")
+    add("--augment", choices=["none", "basic", "full"],
+        help="basic: flip, crop; full: also mixup 0.8, cutmix 1.0, random erasing, label smoothing 0.1")
     add("--vary-offsets", action="store_true", help="let the layers go on through the 3 x 3 window")
     add("--open", type=runs.LOGIT, help="mask logit of an open pair")
     add("--closed", type=runs.LOGIT, metavar="M", help="mask logit of a closed pair, as --closed=-10")
@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     add("--data-dir", default="data", metavar="DIR", type=os.path.expanduser,
         help="where official files and folders lie (default: data)")
     add("--download", action="store_true", help="fetch CIFAR if it is not there")
-    add("--bf16", action="store_true", help="train in bfloat16 autocast")
+    add("--bf16", action="store_true", help="train in bfloat16 autocast: faster where the processor has it")
     add("--eval-only", metavar="CKPT", type=os.path.expanduser,
         help="evaluate a checkpoint of the first data set and init, train nothing")
     runs.describe_presets(flags, {f"paper, {name}": own for name, own in OF_DATASET.items()})
@@ -147,6 +147,8 @@ def augmented(args: Args, batch: Tensor, labels: Tensor, classes: int,
     if args.augment == "none":
         return to_input(args, batch), images.soft_labels(labels, classes)
     x = to_input(args, images.flip_and_crop(batch, generator, pad=batch.shape[-1] // 8))
+    if args.augment == "basic":
+        return x, images.soft_labels(labels, classes)
     x, targets = images.mixup_or_cutmix(x, images.soft_labels(labels, classes, 0.1), generator)
     return images.random_erasing(x, generator), targets
 

@@ -63,12 +63,11 @@ def reference(init, seed, f, dataset="builtin"):
     def loss(draws):
         chosen = torch.randint(len(x), (f["batch_size"],), generator=draws)
         targets = F.one_hot(labels[chosen], 10).float()
+        inputs = x[chosen] if f["augment"] == "none" else images.flip_and_crop(x[chosen], draws, pad=4)
+        inputs = scaled(inputs, f["side"])
         if f["augment"] == "full":
-            inputs = scaled(images.flip_and_crop(x[chosen], draws, pad=4), f["side"])
             inputs, targets = images.mixup_or_cutmix(inputs, 0.9 * targets + 0.01, draws)
             inputs = images.random_erasing(inputs, draws)
-        else:
-            inputs = scaled(x[chosen], f["side"])
         torch.manual_seed(torch.randint(2**31, (1,), generator=draws).item())  # drop path
         with torch.autocast("cpu", torch.bfloat16, enabled=f["bf16"]):
             logits = model(inputs)
@@ -90,7 +89,7 @@ def assert_evaluated(metrics, state, f, dataset):
 
 @pytest.mark.parametrize("init, seed, flags", [
     *((init, seed, {"vary_offsets": True}) for init in train_vit.INITS for seed in (0, 1)),
-    ("svd", 0, CLS), ("impulse", 0, CLS)])
+    ("svd", 0, CLS), ("impulse", 0, CLS), ("mask", 0, {"augment": "basic"})])
 def test_three_steps_are_those_of_the_paper(init, seed, flags, tmp_path):
     (result,) = run(tmp_path, init, "--first-seed", str(seed), *words(flags))
     state, losses = reference(init, seed, SMALL | TINY | flags)
