@@ -19,15 +19,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinymask import images, inits, mask_priors, parallel, pictures, qk_init, records, runs
+from tinymask import images, inits, mask_priors, parallel, pictures, qk_init, records, rivals, runs
 from tinymask.persistence import measures, snapshot
 from tinymask.runs import Args
 from tinymask.transformer import ViT, init_weights, parameter_counts, parameter_groups
 
 DATASETS = ["builtin", "builtin-global", "cifar10", "cifar100", "imagenet100"]
 CLASSES = {"builtin": 10, "builtin-global": 10, "cifar10": 10, "cifar100": 100, "imagenet100": 100}
+RIVALS = ["relative"]
 CONTROLS = ["mask-zero", "mask-shuffled", "bias", "svd-frozen"]
-INITS = inits.rows(["default", "mimetic", "impulse", "svd", "mask", "mask-frozen", *CONTROLS])
+INITS = inits.rows(["default", "mimetic", "impulse", "svd", "mask", "mask-frozen", *RIVALS, *CONTROLS])
 PRESETS = {
     "small": dict(steps=600, batch_size=64, lr=2e-3, weight_decay=0.05, warmup=30, side=32, patch=4, dim=48, depth=2,
                   heads=3, pooling="mean", positions="learned", drop_path=0.0, augment="none", open=10.0, closed=-10.0),
@@ -96,6 +97,9 @@ def settings(argv: list[str] | None, dataset: str | None) -> Args:
         runs.fail(f"--dim {args.dim} is not a multiple of --heads {args.heads}")
     if args.positions == "sincos" and args.dim % 4:
         runs.fail(f"--dim {args.dim}: --positions sincos needs one that 4 divides")
+    for init in args.inits:
+        if INITS[init].relative and args.pooling == "cls":
+            runs.fail(f"--inits {init}: only with --pooling mean; a class token has no place among the patches")
     if args.eval_only is not None and not Path(args.eval_only).is_file():
         runs.fail(f"--eval-only {args.eval_only}: no such file")
     return args
@@ -191,7 +195,8 @@ def build(args: Args, dataset: str, init: str, seed: int, train_images: images.I
         sample = to_input(args, images.sample(train_images, PROBE, runs.generator(seed, "sample")))
         qk_init.apply_layerwise(functools.partial(qk_init.svd, gap=GAP), model, sample, supports)
     for block, support in zip(model.transformer.blocks, supports):
-        inits.set_prior(block.attention, row, mask_priors.to_mask(support, args.open, args.closed))
+        inits.set_prior(block.attention, row, mask_priors.to_mask(support, args.open, args.closed),
+                        rivals.offset_index(args.side // args.patch))
     return model, supports
 
 

@@ -56,7 +56,7 @@ def train(model, loss_of, f, seed, init="", optimizer=torch.optim.AdamW):
               "svd-fixed": ("query", "key", "token", "position", "blocks.0.norm1")}.get(init, ())
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not any(part in name for part in frozen):
-            groups[name.endswith((".mask", ".position_bias.table"))].append(parameter)
+            groups[name.endswith(".mask") or ".position_bias." in name].append(parameter)
     decays, rates = (f["weight_decay"], f.get("mask_weight_decay", 0.0)), (f["lr"], f.get("mask_lr", f["lr"]))
     optimizer = optimizer([dict(params=group, weight_decay=decay) for group, decay in zip(groups, decays)])
     for step in range(f["steps"]):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from reference import SHARED_FLAGS, assert_moved, assert_same, checkpoint, set_masks, train, words
 
 import train_vit
-from tinymask import ViT, images, init_weights, mask_priors, qk_init, runs
+from tinymask import ViT, images, init_weights, mask_priors, qk_init, rivals, runs
 from tinymask.inits import shuffled
 
 pytestmark = [pytest.mark.vit, pytest.mark.usefixtures("few_images")]
@@ -59,6 +59,8 @@ def reference(init, seed, f, dataset="builtin"):
         some = x[torch.randperm(len(x), generator=runs.generator(seed, "sample"))[:64]]
         qk_init.apply_layerwise(functools.partial(qk_init.svd, gap=50.0), model, scaled(some, f["side"]), supports)
     set_masks(model, init, [mask_priors.to_mask(support, f["open"], f["closed"]) for support in supports])
+    for block in model.transformer.blocks if init == "relative" else ():
+        block.attention.position_bias = rivals.RelativeBias(rivals.offset_index(f["side"] // f["patch"]), f["heads"])
 
     def loss(draws):
         chosen = torch.randint(len(x), (f["batch_size"],), generator=draws)
