@@ -26,7 +26,7 @@ from tinymask.transformer import ViT, init_weights, parameter_counts, parameter_
 
 DATASETS = ["builtin", "builtin-global", "cifar10", "cifar100", "imagenet100"]
 CLASSES = {"builtin": 10, "builtin-global": 10, "cifar10": 10, "cifar100": 100, "imagenet100": 100}
-RIVALS = ["relative"]
+RIVALS = ["relative", "gated"]
 CONTROLS = ["mask-zero", "mask-shuffled", "bias", "svd-frozen"]
 INITS = inits.rows(["default", "mimetic", "impulse", "svd", "mask", "mask-frozen", *RIVALS, *CONTROLS])
 PRESETS = {
@@ -98,7 +98,7 @@ def settings(argv: list[str] | None, dataset: str | None) -> Args:
     if args.positions == "sincos" and args.dim % 4:
         runs.fail(f"--dim {args.dim}: --positions sincos needs one that 4 divides")
     for init in args.inits:
-        if INITS[init].relative and args.pooling == "cls":
+        if (INITS[init].relative or INITS[init].gated) and args.pooling == "cls":
             runs.fail(f"--inits {init}: only with --pooling mean; a class token has no place among the patches")
     if args.eval_only is not None and not Path(args.eval_only).is_file():
         runs.fail(f"--eval-only {args.eval_only}: no such file")
@@ -180,6 +180,9 @@ def build(args: Args, dataset: str, init: str, seed: int, train_images: images.I
     row, draws = INITS[init], runs.generator(seed, init)
     model = ViT(side=args.side, patch=args.patch, classes=CLASSES[dataset], dim=args.dim, depth=args.depth,
                 heads=args.heads, pooling=args.pooling, positions=args.positions, drop_path=args.drop_path)
+    for layer, block in enumerate(model.transformer.blocks if row.gated else ()):
+        offsets = mask_priors.impulse_offsets(layer, args.heads, args.vary_offsets)
+        block.attention = rivals.GatedAttention(args.dim, args.side // args.patch, offsets)
     init_weights(model, runs.generator(seed, "weights"))
     supports = mask_priors.impulse_support(args.side // args.patch, args.depth, args.heads, args.vary_offsets)
     for block, support in zip(model.transformer.blocks, supports):
@@ -194,9 +197,9 @@ def build(args: Args, dataset: str, init: str, seed: int, train_images: images.I
     if row.query_key == "svd":
         sample = to_input(args, images.sample(train_images, PROBE, runs.generator(seed, "sample")))
         qk_init.apply_layerwise(functools.partial(qk_init.svd, gap=GAP), model, sample, supports)
+    index = rivals.offset_index(args.side // args.patch) if row.relative else None
     for block, support in zip(model.transformer.blocks, supports):
-        inits.set_prior(block.attention, row, mask_priors.to_mask(support, args.open, args.closed),
-                        rivals.offset_index(args.side // args.patch))
+        inits.set_prior(block.attention, row, mask_priors.to_mask(support, args.open, args.closed), index)
     return model, supports
 
 

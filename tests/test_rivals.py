@@ -7,7 +7,7 @@ import torch
 
 from tinymask import GPT, MaskedAttention, init_weights, parameter_groups, rivals, theory
 from tinymask.inits import INITS, set_prior
-from tinymask.rivals import RelativeBias, distance_index, offset_index, rotary
+from tinymask.rivals import GatedAttention, RelativeBias, distance_index, offset_index, rotary
 
 pytestmark = pytest.mark.attention
 
@@ -89,6 +89,29 @@ def test_what_does_not_fit_is_refused():
         rotary(draw(1, 1, 2, 5))
 
 
+def test_gated_attention_is_its_closed_form():
+    """Two softmaxes, mixed: of content, and of minus the squared distance from the patch at a head's own offset."""
+    side, offsets, x = 3, [(0, 0), (-1, 1)], draw(2, 9, 6)
+    layer = GatedAttention(6, side, offsets).double()
+    query, key = (p(x).unflatten(-1, (2, 3)).transpose(1, 2) for p in (layer.query, layer.key))
+    content = (query @ key.mT / 3**0.5).softmax(-1)
+    grid = torch.tensor([(i // side, i % side) for i in range(9)], dtype=torch.float64)
+    for gates, scale in (([1, 1], 1), ([-2, 0.5], 3)):  # as it starts; after training
+        layer.position_bias.gate.data = torch.tensor(gates, dtype=torch.float64)
+        layer.position_bias.place.data *= scale
+        for head, (offset, gate) in enumerate(zip(offsets, gates)):
+            goal = grid + torch.tensor(offset)  # (N, 2): where the head looks from each patch
+            place = (-scale * (goal[:, None] - grid).square().sum(-1)).softmax(-1)  # (N, N)
+            share = 1 / (1 + math.exp(-gate))
+            torch.testing.assert_close(layer.weights(x)[:, head], (1 - share) * content[:, head] + share * place)
+    assert layer.weights(x)[:, 1, 3].argmax(-1).tolist() == [1, 1]  # up and right of patch 3
+    with pytest.raises(ValueError, match="for 9 patches without"):
+        layer(x[:, :4])
+    layer.set_mask(torch.zeros(9, 9))
+    with pytest.raises(ValueError, match="for 9 patches without"):
+        layer(x)
+
+
 @pytest.mark.parametrize("width, base", [(2, 10_000.0), (8, 10_000.0), (8, 7.0)])
 def test_rotary_is_a_multiplication_of_complex_numbers(width, base):
     x = draw(2, 3, 6, width)
@@ -133,10 +156,13 @@ def test_the_table_is_trained_as_a_mask_is():
     first, second, third = (block.attention for block in model.transformer.blocks)
     first.position_bias = second.position_bias = RelativeBias(distance_index(6), 2)
     third.set_mask(torch.zeros(6, 6))
+    gated = GatedAttention(8, 2, [(0, 0), (0, 1)])
+    model.transformer.blocks[1].mlp = gated  # any place
     others, priors = parameter_groups(model, lr=1.0, mask_lr=2.0, weight_decay=0.1)
-    assert {id(p) for p in priors["params"]} == {id(first.position_bias.table), id(third.mask)}
-    assert (priors["weight_decay"], priors["lr"], len(priors["params"])) == (0.0, 2.0, 2)
-    assert len(others["params"]) + 2 == len(list(model.parameters()))
+    wanted = [first.position_bias.table, third.mask, *gated.position_bias.parameters()]
+    assert {id(p) for p in priors["params"]} == {id(p) for p in wanted}
+    assert (priors["weight_decay"], priors["lr"], len(priors["params"])) == (0.0, 2.0, 4)
+    assert len(others["params"]) + 4 == len(list(model.parameters()))
 
 
 def test_examples_in_the_docstrings():

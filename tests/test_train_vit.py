@@ -61,6 +61,10 @@ def reference(init, seed, f, dataset="builtin"):
     set_masks(model, init, [mask_priors.to_mask(support, f["open"], f["closed"]) for support in supports])
     for block in model.transformer.blocks if init == "relative" else ():
         block.attention.position_bias = rivals.RelativeBias(rivals.offset_index(f["side"] // f["patch"]), f["heads"])
+    for layer, block in enumerate(model.transformer.blocks if init == "gated" else ()):
+        offsets = [mask_priors.IMPULSES[(h + 3 * layer * f["vary_offsets"]) % 9] for h in range(3)]
+        plain, block.attention = block.attention, rivals.GatedAttention(24, 8, offsets)
+        block.attention.load_state_dict(plain.state_dict(), strict=False)
 
     def loss(draws):
         chosen = torch.randint(len(x), (f["batch_size"],), generator=draws)

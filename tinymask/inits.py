@@ -5,7 +5,7 @@ script's own `INITS`), and the name works on that script's command line, in its 
 
     default, svd, opt, mimetic, impulse       no prior, and the query-key family (`qk_init`)
     mask, mask-only, mask-literal, ...        the mask family (`mask_priors`)
-    relative, rotary, rotary-mask             what people use in place of a mask, and both (`rivals`)
+    relative, gated, rotary, rotary-mask      what people use in place of a mask, and both (`rivals`)
     the rest                                  controls: what would show that something else does the work
 
 Shapes: N tokens, H heads; a support or mask is (N, N) or (H, N, N).
@@ -41,6 +41,7 @@ class Init(NamedTuple):
     closed: float | None = None  # mask logit of closed pairs, whatever --closed says
     positions: bool = True  # False: no position codes
     relative: bool = False  # a learned number for each head and relative position, beside the position codes
+    gated: bool = False  # ConViT's attention, in part of the position alone, which the script builds
     rotary: bool = False  # query and key turned by their positions
     product: bool = False  # sigmoid(M) times the softmax, not log sigmoid(M) inside it
 
@@ -57,6 +58,7 @@ INITS = {
     "mask-only": Init(mask=as_it_is, design="alone", closed=-30.0, positions=False),
     "mask-slopes": Init(mask=as_it_is, design="slopes"),
     "relative": Init(relative=True),
+    "gated": Init(gated=True),
     "rotary": Init(rotary=True, positions=False),
     "rotary-mask": Init(mask=as_it_is, design="slopes", rotary=True, positions=False),
     # controls

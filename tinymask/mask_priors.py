@@ -251,6 +251,11 @@ def multiplication_sequence_support(digits: int, depth: int, heads: int, reverse
 IMPULSES = [(0, 0), (-1, 0), (0, 1), (0, -1), (1, 0), (-1, -1), (-1, 1), (1, -1), (1, 1)]
 
 
+def impulse_offsets(layer: int, heads: int, vary: bool = False) -> list[tuple[int, int]]:
+    """(down, right), one for each head of a layer; vary: as in `impulse_support`."""
+    return [IMPULSES[(head + vary * layer * heads) % len(IMPULSES)] for head in range(heads)]
+
+
 def impulse_support(side: int, depth: int, heads: int, vary: bool = False) -> list[Tensor]:
     """A 3 x 3 convolution as attention (section 5.3, Fig. 9): each head looks at one neighbour of a patch.
 
@@ -268,8 +273,7 @@ def impulse_support(side: int, depth: int, heads: int, vary: bool = False) -> li
     layers = []
     for layer in range(depth):
         support = torch.zeros(heads, side**2, side**2)
-        for head in range(heads):
-            down, right = IMPULSES[(head + vary * layer * heads) % len(IMPULSES)]
+        for head, (down, right) in enumerate(impulse_offsets(layer, heads, vary)):
             inside = (row + down).clamp(0, side - 1) == row + down
             inside &= (column + right).clamp(0, side - 1) == column + right
             target = torch.where(inside, (row + down) * side + column + right, row * side + column)

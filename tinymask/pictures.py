@@ -24,6 +24,7 @@ COLOURS = {
     "mask-literal": "#e6a13c", "bias": "#f06292", "svd-frozen": "#80b1d3", "opt-frozen": "#98df8a",
     "mimetic": "#17a2b8", "impulse": "#3f51b5", "mask-slopes": "#ff7f0e", "alibi": "#556b2f",
     "relative": "#00d9c0", "rotary": "#111111", "rotary-mask": "#e6c700",
+    "gated": "#ff00ff", "cnn": "#0000ff",
 }
 
 

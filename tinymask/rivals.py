@@ -1,6 +1,7 @@
-"""What people use in place of a mask: a learned bias for each relative position, rotary positions, a factor sigmoid(M).
+"""What people use in place of a mask: a bias for each relative position, gated positional attention, rotary positions.
 
-A `MaskedAttention` has a place for the first two. Both say how tokens lie to each other, as a mask of nearness does:
+All say how tokens lie to each other, as a mask of nearness does; sigmoid(M) as a factor is here too, for comparison.
+A `MaskedAttention` has a place for two of them:
 
     layer.position_bias = RelativeBias(distance_index(64), heads)    # T5's, and Swin's with offset_index(side)
     layer.rotate = rotary                                            # query and key turned by their positions
@@ -59,6 +60,55 @@ def offset_index(side: int) -> Tensor:
     """
     down, right = torch.arange(side).repeat_interleave(side), torch.arange(side).repeat(side)  # (N,) each
     return (down - down[:, None] + side - 1) * (2 * side - 1) + right - right[:, None] + side - 1
+
+
+class Locality(nn.Module):
+    """Where the heads of a `GatedAttention` look by position alone, and how much they do.
+
+    `place` (H, 3) is v of the formula there, `gate` (H,) the gate. Called: v . r of every pair, (H, N, N).
+    """
+
+    relative: Tensor
+
+    def __init__(self, side: int, offsets: list[tuple[int, int]]):
+        super().__init__()
+        down, right = torch.arange(side).repeat_interleave(side), torch.arange(side).repeat(side)  # (N,) each
+        offset = torch.stack([down - down[:, None], right - right[:, None]], dim=-1).float()  # (N, N, 2)
+        squares = offset.square().sum(dim=-1, keepdim=True)
+        self.register_buffer("relative", torch.cat([squares, offset], dim=-1), persistent=False)  # r, (N, N, 3)
+        self.place = nn.Parameter(torch.tensor([[-1.0, 2.0 * down, 2.0 * right] for down, right in offsets]))
+        self.gate = nn.Parameter(torch.ones(len(offsets)))
+
+    def forward(self) -> Tensor:
+        return (self.relative @ self.place.T).permute(2, 0, 1)  # (H, N, N)
+
+
+class GatedAttention(MaskedAttention):
+    """ConViT's gated positional self-attention, with its start as a convolution (arXiv 2103.10697).
+
+        weights = (1 - sigmoid(gate)) softmax(Q K^T / sqrt(d)) + sigmoid(gate) softmax(v . r),   gate and v of a head
+
+    r = (down^2 + right^2, down, right) is the offset from query to key, in patches. v starts at -(1, -2 a, -2 b) for a
+    head whose own offset is (a, b), so that it looks there with a weight that falls as exp(-distance^2); gate starts at
+    1. offsets: (down, right), one for each head; the paper has those of a square window. N is side^2 patches.
+
+    Left out of the paper: value projections that start at the identity (here every init starts from the same), another
+    locality strength than 1, plain attention in the last layers, and the class token that joins there. Raises
+    ValueError for an input of another length, and when a mask is set.
+    """
+
+    def __init__(self, dim: int, side: int, offsets: list[tuple[int, int]]):
+        super().__init__(dim, len(offsets))
+        self.position_bias: Locality = Locality(side, offsets)
+
+    def weights(self, x: Tensor) -> Tensor:
+        """(B, N, D) -> (B, H, N, N)."""
+        position, gate = self.position_bias().softmax(dim=-1), self.position_bias.gate.sigmoid()[:, None, None]
+        if self.mask is not None or x.shape[1] != position.shape[-1]:
+            raise ValueError(f"gated attention is for {position.shape[-1]} patches without a mask")
+        query = self.query(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, N, Dh)
+        key = self.key(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, N, Dh)
+        return (1 - gate) * attention_weights(query, key) + gate * position
 
 
 def rotary(x: Tensor, base: float = 10_000.0) -> Tensor:
