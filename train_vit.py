@@ -13,7 +13,9 @@ import functools
 import itertools
 import math
 import os
+import statistics
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +28,7 @@ from tinymask.transformer import ViT, init_weights, parameter_counts, parameter_
 
 DATASETS = ["builtin", "builtin-global", "cifar10", "cifar100", "imagenet100"]
 CLASSES = {"builtin": 10, "builtin-global": 10, "cifar10": 10, "cifar100": 100, "imagenet100": 100}
-RIVALS = ["relative", "gated"]
+RIVALS = ["relative", "gated", "cnn"]
 CONTROLS = ["mask-zero", "mask-shuffled", "bias", "svd-frozen"]
 INITS = inits.rows(["default", "mimetic", "impulse", "svd", "mask", "mask-frozen", *RIVALS, *CONTROLS])
 PRESETS = {
@@ -44,6 +46,7 @@ OF_DATASET = {"imagenet100": dict(steps=74_400, lr=1e-3, warmup=1_240, pooling="
 SMOKE = dict(steps=3, batch_size=16, dim=24, depth=2)
 MEASURED = ["top1", "top1_best", "loss"]  # the columns of the table
 EVALUATIONS, PROBE = 20, 64  # points on a curve, at most; images on which attention is looked at, and svd is solved
+NO_ATTENTION = {"support_mass_init": [None], "support_mass_final": [None], "attention_shift": None, "mask_drift": None}
 HELD_OUT, POINTS = 5000, 2000  # training images; images that a point of the curve is measured on, at most
 GAP = 50.0  # svd: difference in logits; at the mask's 10 the pattern would be lost in what else the layers read
 PAPER = {  # best top-1 over epochs: Tables 3 and 5
@@ -172,14 +175,18 @@ def scores(args: Args, model: torch.nn.Module, x: images.Images, labels: Tensor,
     return {"top1": right / len(labels) if math.isfinite(loss) else math.nan, "loss": loss}
 
 
-def build(args: Args, dataset: str, init: str, seed: int, train_images: images.Images) -> tuple[ViT, list[Tensor]]:
-    """The model of one run with its prior in place, and the supports, one for each layer.
+def build(args: Args, dataset: str, init: str, seed: int, train_images: images.Images) -> tuple[Any, list[Tensor]]:
+    """The model of one run with its prior in place, and the supports, one for each layer of attention: a ViT, or for
+    `cnn` a ConvNet with about as many parameters, and none.
 
     train_images: of them a random sample is what svd is solved on.
     """
     row, draws = INITS[init], runs.generator(seed, init)
-    model = ViT(side=args.side, patch=args.patch, classes=CLASSES[dataset], dim=args.dim, depth=args.depth,
-                heads=args.heads, pooling=args.pooling, positions=args.positions, drop_path=args.drop_path)
+    model: Any = ViT(side=args.side, patch=args.patch, classes=CLASSES[dataset], dim=args.dim, depth=args.depth,
+                     heads=args.heads, pooling=args.pooling, positions=args.positions, drop_path=args.drop_path)
+    if row.cnn:
+        width = rivals.convnet_width(parameter_counts(model)["total"])
+        return init_weights(rivals.ConvNet(classes=CLASSES[dataset], width=width), runs.generator(seed, "weights")), []
     for layer, block in enumerate(model.transformer.blocks if row.gated else ()):
         offsets = mask_priors.impulse_offsets(layer, args.heads, args.vary_offsets)
         block.attention = rivals.GatedAttention(args.dim, args.side // args.patch, offsets)
@@ -231,6 +238,18 @@ def evaluate_only(args: Args, data: tuple, device: torch.device) -> list[dict]:
     return []
 
 
+def gap_closed(results: list[dict], dataset: str, init: str) -> str:
+    """How far top-1 has come from `default` to `cnn`, a share, of means over seeds; '-' where one is not there."""
+    means = {}
+    for name in ("default", "cnn", init):
+        found = [r["metrics"]["top1"] for r in results if (r["task"], r["init"]) == (dataset, name)]
+        if not found or None in found:
+            return "-"
+        means[name] = statistics.fmean(found)
+    gap = means["cnn"] - means["default"]
+    return f"{(means[init] - means['default']) / gap:.2f}" if gap > 0 else "-"
+
+
 def print_table(common: Args, args_of: dict[str, Args], results: list[dict]) -> None:
     """This run and, at the paper's settings, its Tables 3 and 5."""
     rows = []
@@ -239,8 +258,10 @@ def print_table(common: Args, args_of: dict[str, Args], results: list[dict]) -> 
         cells = [runs.mean_std([m[name] for m in these]) for name in MEASURED]
         at_paper = records.same_settings(args_of[dataset], settings(["--preset", "paper"], dataset))
         paper = PAPER.get((dataset, init), "-") if at_paper else "-"
-        rows.append([f"{dataset} {init}", *cells, runs.mass_cell(these), paper])
-    header = ["", "top-1, last", "top-1, best", "loss", "support mass", "paper: best"]
+        rows.append([f"{dataset} {init}", *cells, runs.mass_cell(these), gap_closed(results, dataset, init), paper])
+    header = ["", "top-1, last", "top-1, best", "loss", "support mass", "gap to cnn closed", "paper: best"]
+    if all(row[-2] == "-" for row in rows):
+        header, *rows = (row[:-2] + row[-1:] for row in (header, *rows))
     print(f"\n{common.seeds} seed(s), mean +- standard deviation; from scratch, at {common.side} pixels; last: on all "
           f"{scored(common)}; best: of the\npoints of the curve, each on {POINTS:,} of them (or all, if fewer), "
           "chosen on these themselves, so too good by some")
@@ -256,8 +277,9 @@ def plot(common: Args, wanted: list[records.Run], results: list[dict], data: dic
     for dataset, (x, *_) in data.items():
         ends = {run.init: records.start_and_end(run, build(run.args, dataset, run.init, run.seed, x)[0],
                                                 probe_of(run.args, data[dataset]))
-                for run in wanted if (run.task, run.seed) == (dataset, common.first_seed)}
-        pictures.before_and_after(ends, out, dataset)
+                for run in wanted if (run.task, run.seed) == (dataset, common.first_seed) and not INITS[run.init].cnn}
+        if ends:
+            pictures.before_and_after(ends, out, dataset)
 
 
 def probe_of(args: Args, data: tuple) -> Tensor:
@@ -320,7 +342,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
                 records.add_point(run, point, "loss", "top-1 {top1:.4f}, loss {loss:.3f}")
 
         # evaluation
-        kept = measures(before, snapshot(model, probe), supports)
+        kept = measures(before, snapshot(model, probe), supports) if supports else NO_ATTENTION
         found = metrics(args, model, data[run.task], run.curve, device) | kept
         results.append(records.finish(run, found, parameter_counts(model)))
 

@@ -4,10 +4,12 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from tinymask import GPT, MaskedAttention, init_weights, parameter_groups, rivals, theory
+from tinymask import GPT, MaskedAttention, ViT, init_weights, parameter_groups, rivals, theory
 from tinymask.inits import INITS, set_prior
-from tinymask.rivals import GatedAttention, RelativeBias, distance_index, offset_index, rotary
+from tinymask.rivals import ConvNet, GatedAttention, RelativeBias, convnet_width, distance_index, offset_index, rotary
+from tinymask.transformer import parameter_counts
 
 pytestmark = pytest.mark.attention
 
@@ -163,6 +165,37 @@ def test_the_table_is_trained_as_a_mask_is():
     assert {id(p) for p in priors["params"]} == {id(p) for p in wanted}
     assert (priors["weight_decay"], priors["lr"], len(priors["params"])) == (0.0, 2.0, 4)
     assert len(others["params"]) + 4 == len(list(model.parameters()))
+
+
+def test_the_convolutional_net_by_hand():
+    """Norms are over all of an image; a side that is odd is halved upwards; 7 -> 4 -> 2 -> 1."""
+    def convolve(x, part):
+        conv, norm, _ = part
+        x = F.conv2d(F.pad(x, (1,) * 4), conv.weight)
+        x = (x - x.mean(dim=(1, 2, 3), keepdim=True)) / (x.var(dim=(1, 2, 3), correction=0, keepdim=True) + 1e-5).sqrt()
+        x = x * norm.weight[:, None, None] + norm.bias[:, None, None]
+        return x * (1 + torch.erf(x / 2**0.5)) / 2
+
+    model, x = init_weights(ConvNet(classes=3, width=17), torch.Generator().manual_seed(0)), draw(2, 3, 7, 7).float()
+    norms = [part for part in model.modules() if isinstance(part, torch.nn.GroupNorm)]
+    assert all((norm.weight == 1).all() and (norm.bias == 0).all() for norm in norms) and len(norms) == 10
+    for norm in norms:
+        norm.weight.data, norm.bias.data = torch.rand(2, norm.num_channels) + 0.5
+    out, sizes = convolve(x, model.stem), []
+    for widen, (first, second) in zip(model.widen, model.branch):
+        out = convolve(out, widen)
+        out = F.pad(out, (0, out.shape[-1] % 2) * 2, value=-math.inf).unfold(2, 2, 2).unfold(3, 2, 2).amax(dim=(4, 5))
+        out = out + convolve(convolve(out, first), second)
+        sizes.append(tuple(out.shape[1:]))
+    assert sizes == [(4, 4, 4), (8, 2, 2), (17, 1, 1)]
+    torch.testing.assert_close(model(x), out.mean(dim=(2, 3)) @ model.head.weight.T + model.head.bias)
+    torch.testing.assert_close(model(x[:1]), model(x)[:1])  # nothing depends on the rest of the batch
+
+
+@pytest.mark.parametrize("options", [dict(dim=48, depth=2), dict(dim=72, depth=4), dict(dim=192, depth=12)])
+def test_a_convolutional_net_as_large_as_a_transformer(options):
+    total = parameter_counts(ViT(side=32, patch=4, classes=10, heads=3, **options))["total"]
+    assert parameter_counts(ConvNet(classes=10, width=convnet_width(total)))["total"] == pytest.approx(total, rel=0.1)
 
 
 def test_examples_in_the_docstrings():

@@ -45,11 +45,15 @@ def reference(init, seed, f, dataset="builtin"):
         chosen = images.balanced(labels, f["train_size"], runs.generator(0, "train-size"))
         x, labels = x[chosen], labels[chosen]
     model, draws, cls = model_of(f), runs.generator(seed, init), f["pooling"] == "cls"
+    if init == "cnn":
+        size = sum(p.numel() for p in model.parameters())
+        model = rivals.ConvNet(classes=10, width=rivals.convnet_width(size))
     init_weights(model, runs.generator(seed, "weights"))
     supports = mask_priors.impulse_support(f["side"] // f["patch"], f["depth"], f["heads"], f["vary_offsets"])
     if init == "mask-shuffled":
         supports = [shuffled(s, draws) for s in supports]
-    for block, support in zip(model.transformer.blocks, supports):
+    blocks = () if init == "cnn" else model.transformer.blocks
+    for block, support in zip(blocks, supports):
         if init == "mimetic":
             qk_init.mimetic(block.attention, draws)
         if init == "impulse":
@@ -58,10 +62,11 @@ def reference(init, seed, f, dataset="builtin"):
     if init.startswith("svd"):
         some = x[torch.randperm(len(x), generator=runs.generator(seed, "sample"))[:64]]
         qk_init.apply_layerwise(functools.partial(qk_init.svd, gap=50.0), model, scaled(some, f["side"]), supports)
-    set_masks(model, init, [mask_priors.to_mask(support, f["open"], f["closed"]) for support in supports])
-    for block in model.transformer.blocks if init == "relative" else ():
+    if init != "cnn":
+        set_masks(model, init, [mask_priors.to_mask(support, f["open"], f["closed"]) for support in supports])
+    for block in blocks if init == "relative" else ():
         block.attention.position_bias = rivals.RelativeBias(rivals.offset_index(f["side"] // f["patch"]), f["heads"])
-    for layer, block in enumerate(model.transformer.blocks if init == "gated" else ()):
+    for layer, block in enumerate(blocks if init == "gated" else ()):
         offsets = [mask_priors.IMPULSES[(h + 3 * layer * f["vary_offsets"]) % 9] for h in range(3)]
         plain, block.attention = block.attention, rivals.GatedAttention(24, 8, offsets)
         block.attention.load_state_dict(plain.state_dict(), strict=False)
@@ -310,7 +315,7 @@ def test_imagenet_from_folders_and_a_run_that_goes_on(tmp_path, monkeypatch):
 
 
 def test_eval_only(tmp_path, capsys):
-    for init in ("svd", "mask"):
+    for init in ("svd", "cnn", "gated", "mask"):
         (result,) = run(tmp_path / init, init, "--first-seed", "1")
         (path,) = (tmp_path / init / "checkpoints").iterdir()
         capsys.readouterr()
@@ -327,6 +332,32 @@ def test_eval_only(tmp_path, capsys):
         assert stop.value.code == 2 and said in capsys.readouterr().err
 
 
+def test_a_net_without_attention_goes_through_all_of_it(tmp_path, capsys):
+    """Its result line has null where others have attention, and is taken up by --resume."""
+    pytest.importorskip("matplotlib")
+    (result,) = run(tmp_path, "cnn", "--plot")
+    assert {path.name for path in tmp_path.iterdir()} == {"curves.png", "results.jsonl", "checkpoints"}
+    assert result["metrics"].items() >= {"support_mass_init": [None], "support_mass_final": [None],
+                                         "attention_shift": None, "mask_drift": None}.items()
+    results = run(tmp_path, "cnn", "--plot", "--resume", "--inits", "cnn", "default")
+    assert results[0] == result and "attention-builtin.png" in {path.name for path in tmp_path.iterdir()}
+    capsys.readouterr()
+
+
+def test_the_share_of_the_gap_that_an_arm_closes(capsys):
+    """Means over seeds: default 0.5, cnn 0.75, mask 0.6."""
+    args = train_vit.settings(["--inits", "default", "mask", "cnn", "--dataset", "builtin", "--seeds", "2"], "builtin")
+    results = [{"task": "builtin", "init": init, "metrics": {"top1": top1, "top1_best": 0.9, "loss": 1.0,
+                "support_mass_init": [None], "support_mass_final": [None]}}
+               for init, pair in (("default", (0.4, 0.6)), ("mask", (0.5, 0.7)), ("cnn", (0.7, 0.8))) for top1 in pair]
+    for shown, last in ((results, ["0.00", "0.40", "1.00"]), (results[:4], ["-"] * 3),
+                        ([*results, results[0] | {"metrics": results[0]["metrics"] | {"top1": None}}], ["-"] * 3)):
+        train_vit.print_table(args, {"builtin": args}, shown)
+        printed = capsys.readouterr().out
+        assert [line.split()[-1] for line in printed.splitlines()[-3:]] == last
+        assert ("gap to cnn closed" in printed) == (last[0] == "0.00")
+
+
 def test_plot(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     run(tmp_path, "mask", "--plot", "--pooling", "cls", "--patch", "16")
@@ -338,8 +369,8 @@ def test_plot(tmp_path, capsys):
 def test_two_processes_give_the_losses_of_one(tmp_path, one_and_two_processes):
     cifar(tmp_path / "data")
     flags = [str(ROOT / "train_vit.py"), *words(TINY), "--dataset", "cifar10", "--data-dir", str(tmp_path / "data"),
-             "--inits", "mask", "--augment", "full", "--device", "cpu"]
-    (one,), (two,) = one_and_two_processes(flags)
-    for a, b in zip(one["curve"], two["curve"], strict=True):
-        assert a["train_loss"] == pytest.approx(b["train_loss"], abs=1e-5)
-        assert a["loss"] == pytest.approx(b["loss"], abs=1e-4)
+             "--inits", "mask", "gated", "cnn", "--augment", "full", "--device", "cpu"]
+    for one, two in zip(*one_and_two_processes(flags), strict=True):
+        for a, b in zip(one["curve"], two["curve"], strict=True):
+            assert a["train_loss"] == pytest.approx(b["train_loss"], abs=1e-5)
+            assert a["loss"] == pytest.approx(b["loss"], abs=1e-4)

@@ -6,6 +6,7 @@ script's own `INITS`), and the name works on that script's command line, in its 
     default, svd, opt, mimetic, impulse       no prior, and the query-key family (`qk_init`)
     mask, mask-only, mask-literal, ...        the mask family (`mask_priors`)
     relative, gated, rotary, rotary-mask      what people use in place of a mask, and both (`rivals`)
+    cnn                                       no transformer: a convolutional net of the same size, a yardstick
     the rest                                  controls: what would show that something else does the work
 
 Shapes: N tokens, H heads; a support or mask is (N, N) or (H, N, N).
@@ -42,6 +43,7 @@ class Init(NamedTuple):
     positions: bool = True  # False: no position codes
     relative: bool = False  # a learned number for each head and relative position, beside the position codes
     gated: bool = False  # ConViT's attention, in part of the position alone, which the script builds
+    cnn: bool = False  # no attention at all
     rotary: bool = False  # query and key turned by their positions
     product: bool = False  # sigmoid(M) times the softmax, not log sigmoid(M) inside it
 
@@ -59,6 +61,7 @@ INITS = {
     "mask-slopes": Init(mask=as_it_is, design="slopes"),
     "relative": Init(relative=True),
     "gated": Init(gated=True),
+    "cnn": Init(cnn=True),
     "rotary": Init(rotary=True, positions=False),
     "rotary-mask": Init(mask=as_it_is, design="slopes", rotary=True, positions=False),
     # controls

@@ -6,7 +6,8 @@ A `MaskedAttention` has a place for two of them:
     layer.position_bias = RelativeBias(distance_index(64), heads)    # T5's, and Swin's with offset_index(side)
     layer.rotate = rotary                                            # query and key turned by their positions
 
-Shapes: B batch, N tokens, H heads, Dh width of a head, K numbers that a head learns.
+`ConvNet` is the yardstick of vision: what knows that neighbours matter, and that all places are alike, by its make.
+Shapes: B batch, N tokens, H heads, Dh width of a head, K numbers that a head learns, S side of an image.
 """
 import torch
 import torch.nn as nn
@@ -136,3 +137,37 @@ class HadamardAttention(MaskedAttention):
         query, key = self.query_and_key(x)  # (B, H, N, Dh) each
         plain = attention_weights(query, key, causal=self.causal)
         return plain if self.mask is None else plain * self.mask.sigmoid()
+
+
+class ConvNet(nn.Module):
+    """A small convolutional net, images (B, 3, S, S) -> class scores (B, classes).
+
+    Three stages, each of which doubles the channels, halves the side and adds a residual branch, as in small nets for
+    CIFAR-10 (ResNet-9). width: channels of the last stage; the first convolution has an eighth. Norms are over a whole
+    image: nothing depends on the rest of the batch.
+    """
+
+    def __init__(self, *, classes: int, width: int):
+        super().__init__()
+        channels = [max(1, width // part) for part in (8, 4, 2, 1)]
+        self.stem = convolution(3, channels[0])
+        self.widen = nn.ModuleList(convolution(a, b) for a, b in zip(channels, channels[1:]))
+        self.branch = nn.ModuleList(nn.Sequential(convolution(c, c), convolution(c, c)) for c in channels[1:])
+        self.head = nn.Linear(channels[-1], classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.stem(images)  # (B, width / 8, S, S)
+        for widen, branch in zip(self.widen, self.branch):
+            x = F.max_pool2d(widen(x), 2, ceil_mode=True)
+            x = x + branch(x)
+        return self.head(x.mean(dim=(2, 3)))  # (B, width, S / 8, S / 8) -> (B, width) -> (B, classes)
+
+
+def convolution(inputs: int, outputs: int) -> nn.Sequential:
+    """3 x 3, norm, GELU: (B, inputs, S, S) -> (B, outputs, S, S)."""
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.GroupNorm(1, outputs), nn.GELU())
+
+
+def convnet_width(parameters: int) -> int:
+    """The width at which a ConvNet has about so many: the nine convolutions of the stages have 29.5 width^2."""
+    return round((parameters / (9 * (1 / 32 + 2 / 16 + 1 / 8 + 2 / 4 + 1 / 2 + 2))) ** 0.5)

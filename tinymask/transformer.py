@@ -10,7 +10,7 @@ Initialisation, all of it, by `init_weights` from one explicit generator (`tests
     | position embedding, CLS token      | normal, mean 0, std position_std (0.3)          |
     | weight of linear layers, patches   | uniform on +-1/sqrt(inputs of the layer)        |
     | bias of linear layers, patches     | 0                                               |
-    | layer norm                         | scale 1, shift 0                                |
+    | layer norm, group norm             | scale 1, shift 0                                |
     | mask M                             | none here: a prior sets it (`inits`)            |
     | table of relative positions        | 0, by `rivals.RelativeBias`                     |
 
@@ -227,7 +227,7 @@ def init_weights(model: nn.Module, generator: torch.Generator, token_std: float 
                 nn.init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=token_std, generator=generator)
-        elif isinstance(module, nn.LayerNorm):
+        elif isinstance(module, (nn.LayerNorm, nn.GroupNorm)):
             nn.init.ones_(module.weight)
             nn.init.zeros_(module.bias)
     for name, parameter in model.named_parameters():
