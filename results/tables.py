@@ -5,6 +5,7 @@
 """
 import itertools
 import json
+import math
 import re
 import statistics
 import sys
@@ -408,7 +409,7 @@ def ease_rows():
     """The grid on seed 100, and each arm's own best on fresh seeds."""
     rows, cells, fresh = [], grid_cells(), by(lines_of("gotu-fresh.jsonl"), "task", "init")
     for task, init in ((task, init) for task in ("2parity", "majority", "cyclic3")
-                       for init in ("default", "svd", "opt", "mask")):
+                       for init in MAIN[:4] if (task, init) in TUNED):
         first = [[r for r in these if r["seed"] == 100] for these in cells[task, init].values()]
         solved_cells = sum(right(these) == 1 for these in first)
         chosen = TUNED[task, init]
@@ -436,6 +437,11 @@ MOVED = {  # arm -> its result lines: the tuned ones (the first four), and the p
 }
 
 
+def short_number(value):
+    """Two digits, at most two decimals."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
+
+
 def is_tuned(r, init):
     return r["init"] == init and setting(r) == TUNED.get((r["task"], init))
 
@@ -447,12 +453,58 @@ def moved_rows(name="gotu-fresh.jsonl", tasks=("2parity", "majority"), arms=MOVE
         these = [r for r in lines_of(name) if r["task"] == task and where(r)]
         if not these:
             continue
-        parts = [", ".join(f"{statistics.median(r['curve'][-1]['moved'][part][layer][0] for r in these):.2g}"
+        parts = [", ".join(short_number(statistics.median(r["curve"][-1]["moved"][part][layer][0] for r in these))
                            for layer in range(these[0]["config"]["depth"])) for part in ("mask", "weights", "inputs")]
         norms = ", ".join(f"{mean([r['metrics']['query_norm_init'][layer] for r in these], 0)}"
                           for layer in range(these[0]["config"]["depth"]))
         rows.append(row(task, label, str(len(these)), norms, *parts, support(these)))
     return rows
+
+
+def sgd_rows():
+    """Plain SGD: what moved the logits, and what came out."""
+    arms = {init: lambda r, init=init: r["init"] == init and r["config"]["ridge"] == 0
+            for init in ("default", "mask", "bias", "svd", "opt")}
+    arms |= {f"{init}, ridge 0.1": lambda r, init=init: r["init"] == init and r["config"]["ridge"] == 0.1
+             for init in ("svd", "opt")}
+    return moved_rows("gotu-sgd.jsonl", arms=arms)
+
+
+def steps_to_default(these, ends):
+    """Median over seeds of the first evaluated step at which a run is where the default of its seed ends; '-' never."""
+    steps = [next((point["step"] for point in r["curve"] if point["exact_match"] >= ends[r["seed"]]), math.inf)
+             for r in these]
+    middle = statistics.median(steps)
+    return "-" if middle == math.inf else f"{middle:.0f}"
+
+
+def wrong_rows():
+    """Addition with a shuffled mask: how long until it is where the default ends, by its gap and its own rate."""
+    lines = lines_of("arith-wrong.jsonl")
+    ends = {r["seed"]: r["curve"][-1]["exact_match"] for r in lines_of("arith-fresh.jsonl")
+            if r["init"] == "default" and r["config"]["fraction"] == 0.004}
+    rows = []
+    for closed in (-2.0, -4.0, -8.0, -16.0):
+        cells = []
+        for init, rate in (*(("mask-shuffled", rate) for rate in (0.0, 0.001, 0.03, 0.3)), ("svd-shuffled", 0.001)):
+            these = [r for r in lines if r["init"] == init
+                     and (r["config"]["closed"], r["config"]["mask_lr"]) == (closed, rate)]
+            cells.append(f"{steps_to_default(these, ends)}; {percent(these, 'exact_match')}" if these else "")
+        rows.append(row(f"{-closed:g}", *cells))
+    return rows
+
+
+def layer_rows():
+    """The prior in one layer, or in all with what feeds it frozen."""
+    fresh = [r for r in lines_of("gotu-fresh.jsonl") if is_tuned(r, r["init"]) and r["init"] in ("mask", "svd")
+             and r["task"] in ("2parity", "majority")]
+    groups = {}
+    for r in fresh + lines_of("gotu-layers.jsonl"):
+        layers = r["config"].get("prior_layers")
+        groups.setdefault((r["task"], r["init"], str(layers[0]) if layers else "both"), []).append(r)
+    return [row(task, f"`{init}`", layers, f"{right(these)} of {len(these)}",
+                spread([r["metrics"]["mse_unseen"] for r in these], 3), support(these))
+            for (task, init, layers), these in sorted(groups.items())]
 
 
 TABLES = {  # how a table's header begins -> its rows
@@ -478,6 +530,11 @@ TABLES = {  # how a table's header begins -> its rows
     "| set | control |": lambda: vit_rows("vit-controls.jsonl"),
     "| init | bits/byte: validation |": lm_rows,
     "| control | bits/byte: validation |": lambda: lm_rows("lm-controls.jsonl"),
+    "| task | init | of the grid right |": ease_rows,
+    "| task | arm | seeds |": moved_rows,
+    "| task | init | layers with the prior |": layer_rows,
+    "| gap | mask frozen |": wrong_rows,
+    "| task | arm, SGD | seeds |": sgd_rows,
 }
 
 

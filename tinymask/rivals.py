@@ -107,8 +107,7 @@ class GatedAttention(MaskedAttention):
         position, gate = self.position_bias().softmax(dim=-1), self.position_bias.gate.sigmoid()[:, None, None]
         if self.mask is not None or x.shape[1] != position.shape[-1]:
             raise ValueError(f"gated attention is for {position.shape[-1]} patches without a mask")
-        query = self.query(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, N, Dh)
-        key = self.key(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, N, Dh)
+        query, key = self.query_and_key(x)  # (B, H, N, Dh) each
         return (1 - gate) * attention_weights(query, key) + gate * position
 
 

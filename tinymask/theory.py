@@ -102,9 +102,9 @@ def bounds(q: Tensor, k: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Corollary 1: upper bounds on the norms of the three derivatives, each (N,) over i or (N, N).
 
     Returns (dq, dk, dm): |dp_i/dq| <= 2 p_i max|k| / sqrt(d), |dp_i/dk_j| <= p_i |q| / sqrt(d), and
-    |dp_i/dm_j| = p_i |delta_ij - p_j| sigmoid(-m_j) <= p_i sigmoid(-m_j) <= p_i. The last one is what the paper's claim
-    rests on. It is reached only in a limit, p_j -> 0 for i = j, 1 else: of an open i and a closed j it is 1 / p_j times
-    too large, 22,000 times at M = +10 and -10.
+    |dp_i/dm_j| = p_i |delta_ij - p_j| sigmoid(-m_j) <= p_i sigmoid(-m_j) <= p_i; the third is the one in between. It is
+    reached only in a limit, p_j -> 0 for i = j, 1 else: of an open i and a closed j it is 1 / p_j times too large,
+    22,000 times at M = +10 and -10.
 
     >>> [bound.tolist() for bound in bounds(torch.tensor([2.0]), torch.ones(2, 1), torch.zeros(2))]
     [[1.0, 1.0], [1.0, 1.0], [[0.25, 0.25], [0.25, 0.25]]]
