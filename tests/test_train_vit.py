@@ -141,6 +141,10 @@ def test_presets_and_figures_of_the_paper():
         assert (own["steps"], own["warmup"]) == pytest.approx((epochs * size / 512, warm * size / 512), rel=0.005)
     fast = SMALL | tiny | dict(steps=10_000, warmup=500, batch_size=128, lr=1e-3)
     assert vars(train_vit.settings(["--preset", "cifar-fast"], "cifar10")).items() >= fast.items()
+    for preset in train_vit.PRESETS:
+        train_vit.settings(["--preset", preset, "--smoke"], None)  # heads divide what --smoke makes of the width
+    two_cores = train_vit.settings(["--preset", "cifar-small"], "cifar10")
+    assert {two_cores.heads, len(mask_priors.IMPULSES)} == {9} and two_cores.augment == "basic"
     usual = SMALL | {"inits": ["default", "mimetic", "impulse", "svd", "mask", "mask-frozen"],
                      "dataset": ["builtin", "builtin-global"], "data_dir": "data"}
     assert vars(train_vit.settings([], None)).items() >= usual.items()
