@@ -79,6 +79,7 @@ def parser() -> argparse.ArgumentParser:
     add("--vary-offsets", action="store_true", help="let the layers go on through the 3 x 3 window")
     add("--open", type=runs.LOGIT, help="mask logit of an open pair")
     add("--closed", type=runs.LOGIT, metavar="M", help="mask logit of a closed pair, as --closed=-10")
+    add("--ridge", type=runs.number(float, 0, 1e6), default=0.0, help="svd: of its solve (0: a pseudo-inverse)")
     add("--train-size", type=runs.number(int, 1), metavar="N",
         help="train on N images, as many of each class; smaller parts lie inside larger ones (default: all)")
     add("--held-out", action="store_true",
@@ -208,7 +209,7 @@ def build(args: Args, dataset: str, init: str, seed: int, train_images: images.I
         supports = mask_priors.with_cls(supports)
     if row.query_key == "svd":
         sample = to_input(args, images.sample(train_images, PROBE, runs.generator(seed, "sample")))
-        qk_init.apply_layerwise(functools.partial(qk_init.svd, gap=GAP), model, sample, supports)
+        qk_init.apply_layerwise(functools.partial(qk_init.svd, gap=GAP, ridge=args.ridge), model, sample, supports)
     index = rivals.offset_index(args.side // args.patch) if row.relative else None
     for block, support in zip(model.transformer.blocks, supports):
         inits.set_prior(block.attention, row, mask_priors.to_mask(support, args.open, args.closed), index)

@@ -283,7 +283,7 @@ BAD = [*((script, flags) for script in TINY for flags in COMMON), *(
         "--dim 30 --heads 3 --positions sincos", "--drop-path 1", "--augment some",
         "--side 1024 --patch 1", "--eval-only=", "--side 0", "--warmup -1", "--train-size 0", "--train-size 9",
         "--train-size 101", "--held-out", "--inits relative --pooling cls",
-        "--inits gated --pooling cls")), *(
+        "--inits gated --pooling cls", "--ridge -1")), *(
     (train_lm, flags) for flags in (
         "--dataset wikitext2", "--dataset tinystories", "--dataset ptb", "--data nosuch.txt", "--data .",
         "--tokeniser char", "--top-k 0", "--temperature -1", "--block 1", "--dropout 1", "--max-bytes 1",

@@ -20,7 +20,8 @@ ROOT = Path(__file__).parent.parent
 TINY = dict(steps=3, batch_size=8, dim=24, depth=2, warmup=2)
 SMALL = dict(steps=600, batch_size=64, dim=48, depth=2, warmup=30, side=32, patch=4, heads=3, lr=2e-3,
              weight_decay=0.05, pooling="mean", positions="learned", drop_path=0.0, augment="none", open=10.0,
-             closed=-10.0, vary_offsets=False, bf16=False, train_size=None, held_out=False)
+             closed=-10.0, vary_offsets=False, bf16=False, train_size=None, held_out=False,
+             ridge=0.0)
 CLS = {"pooling": "cls"}
 
 
@@ -61,7 +62,8 @@ def reference(init, seed, f, dataset="builtin"):
     supports = mask_priors.with_cls(supports) if cls else supports
     if init.startswith("svd"):
         some = x[torch.randperm(len(x), generator=runs.generator(seed, "sample"))[:64]]
-        qk_init.apply_layerwise(functools.partial(qk_init.svd, gap=50.0), model, scaled(some, f["side"]), supports)
+        qk_init.apply_layerwise(functools.partial(qk_init.svd, gap=50.0, ridge=f["ridge"]), model,
+                                 scaled(some, f["side"]), supports)
     if init != "cnn":
         set_masks(model, init, [mask_priors.to_mask(support, f["open"], f["closed"]) for support in supports])
     for block in blocks if init == "relative" else ():
@@ -111,16 +113,17 @@ def test_three_steps_are_those_of_the_paper(init, seed, flags, tmp_path):
 # one other value for each flag that training depends on; of the rest, where they are moved
 MOVED = dict(steps=2, batch_size=4, dim=12, depth=3, heads=2, warmup=1, lr=0.01, mask_lr=0.5, weight_decay=0.9, side=16,
              patch=8, pooling="cls", positions="sincos", drop_path=0.6, augment="full", open=2.0, closed=-3.0,
-             vary_offsets=True, bf16=True, train_size=20, dataset="builtin-global")
+             vary_offsets=True, bf16=True, train_size=20, ridge=0.1, dataset="builtin-global")
 
 
 @pytest.mark.parametrize("name", MOVED)
 def test_each_flag_changes_what_it_says(name, tmp_path):
     moved, dataset = {name: MOVED[name]}, MOVED["dataset"] if name == "dataset" else "builtin"
-    (result,) = run(tmp_path, "mask", *words(moved), dataset=dataset)
+    init = "svd" if name == "ridge" else "mask"
+    (result,) = run(tmp_path, init, *words(moved), dataset=dataset)
     found, f = checkpoint(tmp_path)["model"], SMALL | TINY | moved
-    assert_same(found, reference("mask", 0, f, dataset)[0])
-    assert_moved(found, reference("mask", 0, SMALL | TINY)[0], result, vars(train_vit.settings([], "builtin")) | TINY,
+    assert_same(found, reference(init, 0, f, dataset)[0])
+    assert_moved(found, reference(init, 0, SMALL | TINY)[0], result, vars(train_vit.settings([], "builtin")) | TINY,
                  {name} - {"dataset"} | ({"mask_lr"} if name == "lr" else set()))
     assert_evaluated(result["metrics"], found, f, dataset)
 
