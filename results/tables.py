@@ -361,7 +361,27 @@ def facts():
     chance = {script: [support_mass([even(supports[0][None, None])], supports[:1])[0] for supports in (
         script.prior(script.settings([], task), task, "mask", 0) for task in tasks)]
         for script, tasks in ((train_gotu, ["2parity", "majority", "cyclic3"]), (train_arith, ["add"]))}
+    def seeds(name, digits=0, metric="exact_match", **where):
+        """Of each seed, in percent: '60, 94, 89'."""
+        these = [r for r in lines_of(name) if all((r["config"] | r)[key] == value for key, value in where.items())]
+        return ", ".join(f"{100 * r['metrics'][metric]:.{digits}f}" for r in sorted(these, key=lambda r: r["seed"]))
+
+    halves = [seeds(f"vit{name}.jsonl", metric="top1", task="builtin-global", init=init)
+              for name, init in (("", "mask"), ("-controls", "mask-shuffled"))]
+    frozen = [seeds("arith-controls.jsonl", init=init) for init in ("svd-frozen", "opt-frozen")]
+    travel = [r["config"]["lr"] * r["steps"] / 2 for name in ("gotu", "arith", "vit", "lm")
+              for r in lines_of(f"{name}.jsonl")]  # half a cosine
+    places = {name: [r for r in lines_of("gotu-map.jsonl") if (r["task"], r["init"], changed(r)) == (
+        "2parity", "mask", name)] for name in ("--position-std 0.3", "--position-std 1", "--closed -10")}
     return [
+        f"(mask by seed: {halves[0]} %)",
+        f"of three ({halves[1]} % against {', '.join(halves[0].split(', ')[:3])})",
+        f"(svd by seed {seeds('arith-rates.jsonl', init='svd', fraction=0.0005)} %)",
+        f"(by seed {frozen[0]} and {frozen[1]} % against {seeds('arith.jsonl', init='mask', fraction=0.001)};",
+        f"sum of the rates, {min(travel):.1f} to {max(travel):.1f} here",
+        "at 0.3 on {} of 3 seeds, at 1.0 on {} of 3; and with the paper's -10 on {} of 3".format(
+            *(solved(these) for these in places.values())),
+        f"({mean([r['metrics']['mse_all'] for r in runs_of['threesym', 'mask']], 4)} against 2.4063)",
         f"the support has {chance[train_gotu][0]:.2f} of it (Majority: {chance[train_gotu][1]:.2f}; addition, below: "
         f"{chance[train_arith][0]:.2f})",
         "{:.0%} of the two-digit products, {:.0%} of the paper's three-digit ones, {:.1%} of the sums from 4,000 pairs"
@@ -424,6 +444,8 @@ TUNED = {  # each arm's best over the tuning seeds: what `ease_rows` shows on fr
     ("2parity", "default"): "codes 0.05, rate 0.001", ("2parity", "mask"): "codes 0.05, rate 0.001",
     ("2parity", "svd"): "codes 0.05, rate 0.0003", ("2parity", "opt"): "codes 0.05, rate 0.001, ridge 0.001",
     ("majority", "default"): "codes 0.3, rate 0.003", ("majority", "mask"): "codes 0.05, rate 0.003",
+    ("cyclic3", "default"): "codes 1, rate 0.003", ("cyclic3", "mask"): "codes 0.05, rate 0.003",
+    ("cyclic3", "svd"): "codes 0.3, rate 0.003, ridge 0.001", ("cyclic3", "opt"): "codes 0.3, rate 0.003, ridge 0.1",
     ("majority", "svd"): "codes 0.05, rate 0.003, ridge 0.1", ("majority", "opt"): "codes 0.05, rate 0.003, ridge 0.1",
 }
 
@@ -451,13 +473,17 @@ def moved_rows(name="gotu-fresh.jsonl", tasks=("2parity", "majority"), arms=MOVE
     rows = []
     for task, (label, where) in itertools.product(tasks, arms.items()):
         these = [r for r in lines_of(name) if r["task"] == task and where(r)]
+        lost, these = len(these), [r for r in these if not r["diverged"]]
+        lost -= len(these)
         if not these:
+            rows += [row(task, label, f"{lost} diverged", "", "", "", "", "")] if lost else []
             continue
         parts = [", ".join(short_number(statistics.median(r["curve"][-1]["moved"][part][layer][0] for r in these))
                            for layer in range(these[0]["config"]["depth"])) for part in ("mask", "weights", "inputs")]
         norms = ", ".join(f"{mean([r['metrics']['query_norm_init'][layer] for r in these], 0)}"
                           for layer in range(these[0]["config"]["depth"]))
-        rows.append(row(task, label, str(len(these)), norms, *parts, support(these)))
+        seeds = str(len(these)) + f", {lost} more diverged" * bool(lost)
+        rows.append(row(task, label, seeds, norms, *parts, support(these)))
     return rows
 
 
@@ -468,6 +494,49 @@ def sgd_rows():
     arms |= {f"{init}, ridge 0.1": lambda r, init=init: r["init"] == init and r["config"]["ridge"] == 0.1
              for init in ("svd", "opt")}
     return moved_rows("gotu-sgd.jsonl", arms=arms)
+
+
+def arith_moved_rows():
+    """The same on addition from 500 pairs, three layers, at the default setting."""
+    def usual(r):
+        config = r["config"]
+        return (config["fraction"], config["lr"], config["mask_lr"], config["ridge"]) == (0.0005, 0.001, 0.001, 0)
+
+    arms = {init: lambda r, init=init: r["init"] == init and usual(r)
+            for init in ("default", "mask", "bias", "svd", "opt", "svd-published")}
+    return moved_rows("arith-fresh.jsonl", tasks=["add"], arms=arms)
+
+
+def arith_ease_rows():
+    """Addition from 500 pairs: the grid on seed 100, and each arm's own best on fresh seeds."""
+    grid, fresh = lines_of("arith-grid.jsonl"), lines_of("arith-fresh.jsonl")
+    rows = []
+    for init in MAIN[:4]:
+        cells = {setting(r): r["metrics"]["exact_match"] for r in grid if r["init"] == init}
+        chosen = max(cells, key=cells.__getitem__)
+        these = [r for r in fresh if r["init"] == init and setting(r) == chosen and r["config"]["fraction"] == 0.0005
+                 and r["config"]["mask_lr"] == r["config"]["lr"]]
+        ends = ", ".join(f"{100 * r['metrics']['exact_match']:.0f}" for r in these)
+        rows.append(row(f"`{init}`", f"{100 * min(cells.values()):.0f} to {100 * max(cells.values()):.0f} %", chosen,
+                        percent(these, "exact_match"), ends, support(these) if these else ""))
+    return rows
+
+
+def product_rows():
+    """sigma(M) times the softmax beside log sigma(M) inside it, on seed 100."""
+    lines = [r for r in lines_of("gotu-grid.jsonl") if r["seed"] == 100]
+    rows = []
+    for rate in (0.001, 0.003):
+        for init in ("hadamard", "mask"):
+            cells = []
+            for task in train_gotu.TASKS:
+                codes = vars(train_gotu.settings([], task))["position_std"]
+                these = [r for r in lines if (r["task"], r["init"], r["config"]["lr"], r["config"]["position_std"])
+                         == (task, init, rate, codes)]
+                cells.append("; ".join(("right" if right([r]) else "wrong") * (r["task"] != "threesym") +
+                                       f" {r['metrics']['mse_unseen']:.3f}" for r in these).strip())
+            rows.append(row(f"`{init}`, rate {rate:g}", *cells))
+    return rows
 
 
 def steps_to_default(these, ends):
@@ -534,6 +603,9 @@ TABLES = {  # how a table's header begins -> its rows
     "| task | arm | seeds |": moved_rows,
     "| task | init | layers with the prior |": layer_rows,
     "| gap | mask frozen |": wrong_rows,
+    "| task | arm, addition | seeds |": arith_moved_rows,
+    "| init, 500 sums | of the grid |": arith_ease_rows,
+    "| form | 2parity |": product_rows,
     "| task | arm, SGD | seeds |": sgd_rows,
 }
 

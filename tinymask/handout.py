@@ -30,7 +30,8 @@ EXERCISES = [  # (title, functions as module.name, what to think of, the command
      "Say what every row does. Why is a row that is closed throughout no prior at all?",
      "tests/test_priors.py -k 'every_row or wholly_closed or to_mask or pairs or drawing and (parity2 or majority3 or "
      "cyclic3 or threesym)'"),
-    ("How much of it stays", ["persistence.support_mass", "persistence.attention_shift", "persistence.mask_drift"],
+    ("How much of it stays", ["persistence.with_prior", "persistence.support_mass", "persistence.attention_shift",
+                              "persistence.mask_drift"],
      "Which rows have a prior, and which do not count?", "tests/test_persistence.py"),
     ("The rival: query and key", ["qk_init.position_decoder", "qk_init.svd"],
      "A layer reads token and position together. How can scores depend on the position alone?",

@@ -84,6 +84,10 @@ def with_prior(support: Tensor, heads: int, causal: bool = False) -> tuple[Tenso
 
     A row has no prior where its support is empty, or holds all that the row can see (all tokens; causal: those up
     to its own).
+
+    >>> opened, closed = with_prior(torch.tensor([[0.0, 1.0], [1.0, 1.0]]), heads=1)  # row 1 may look anywhere
+    >>> opened.int().tolist(), closed.int().tolist()
+    ([[[0, 1], [0, 0]]], [[[1, 0], [0, 0]]])
     """
     opened = support.expand(heads, *support.shape[-2:]) > 0
     visible = torch.ones_like(opened).tril() if causal else torch.ones_like(opened)
