@@ -341,6 +341,34 @@ def default_rows():
     return rows
 
 
+def mechanism_facts():
+    """Figures in the prose about what moves a prior."""
+    tasks, cells = ("2parity", "majority", "cyclic3"), grid_cells()
+    fresh = by(lines_of("gotu-fresh.jsonl"), "task", "init")
+    best = {key: [r for r in these if is_tuned(r, key[1])] for key, these in fresh.items()}
+    count = {init: [right(best.get((task, init), [])) for task in tasks] for init in MAIN[:4]}
+    ease = {init: [f"{sum(right(first) for first in cells_of)} of {len(cells_of)}" for cells_of in (
+        [[r for r in these if r["seed"] == 100] for these in cells[task, init].values()] for task in tasks)]
+        for init in MAIN[:4]}
+    end = {part: statistics.median(r["curve"][-1]["moved"][part][1][0] for r in best["2parity", "svd"])
+           for part in ("weights", "inputs")}
+    alone = by([r for r in lines_of("gotu-layers.jsonl") if r["config"]["prior_layers"] == [1]], "task", "init")
+    layers = {init: alone["2parity", init] for init in ("mask", "svd", "svd-fixed")}
+    first = {init: f"{right(these)} of {len(these)}" for init, these in layers.items()}
+    words = {init: "{}, {} and {}".format(*numbers) for init, numbers in count.items()}
+    cell = {init: "{}, {} and {}".format(*numbers) for init, numbers in ease.items()}
+    return [
+        f"the mask is right on {words['mask']} of 5 fresh seeds, opt on {words['opt']}, svd on {words['svd']} and the "
+        f"default on {words['default']}",
+        f"the mask is right in {cell['mask']} settings, opt in {cell['opt']}, svd in {cell['svd']}, the default in "
+        f"{cell['default']}",
+        f"by {short_number(end['weights'])} through W_Q and W_K and by {short_number(end['inputs'])} through what the "
+        "layer reads",
+        f"right on {first['svd-fixed']} seeds, as the mask there is ({first['mask']}); left to train, svd there is right "
+        f"on {first['svd']}",
+    ]
+
+
 def facts():
     """Figures in the README's prose, each as the text that must stand there."""
     lines = lines_of()
@@ -373,7 +401,7 @@ def facts():
               for r in lines_of(f"{name}.jsonl")]  # half a cosine
     places = {name: [r for r in lines_of("gotu-map.jsonl") if (r["task"], r["init"], changed(r)) == (
         "2parity", "mask", name)] for name in ("--position-std 0.3", "--position-std 1", "--closed -10")}
-    return [
+    return mechanism_facts() + [
         f"(mask by seed: {halves[0]} %)",
         f"of three ({halves[1]} % against {', '.join(halves[0].split(', ')[:3])})",
         f"(svd by seed {seeds('arith-rates.jsonl', init='svd', fraction=0.0005)} %)",
@@ -433,10 +461,10 @@ def ease_rows():
         first = [[r for r in these if r["seed"] == 100] for these in cells[task, init].values()]
         solved_cells = sum(right(these) == 1 for these in first)
         chosen = TUNED[task, init]
-        these = [r for r in fresh[task, init] if setting(r) == chosen]
+        these = [r for r in fresh.get((task, init), []) if setting(r) == chosen]
         rows.append(row(task, f"`{init}`", f"{solved_cells} of {len(first)}", chosen,
                         f"{right(these)} of {len(these)}", spread([r["metrics"]["mse_unseen"] for r in these], 3),
-                        support(these)))
+                        support(these) if these else ""))
     return rows
 
 
