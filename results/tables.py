@@ -364,8 +364,8 @@ def mechanism_facts():
         f"{cell['default']}",
         f"by {short_number(end['weights'])} through W_Q and W_K and by {short_number(end['inputs'])} through what the "
         "layer reads",
-        f"right on {first['svd-fixed']} seeds, as the mask there is ({first['mask']}); left to train, svd there is right "
-        f"on {first['svd']}",
+        f"right on {first['svd-fixed']} seeds, as the mask there is ({first['mask']}); left to train, svd there is "
+        f"right on {first['svd']}",
     ]
 
 

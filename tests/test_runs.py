@@ -78,7 +78,7 @@ def test_mean_std_mass_cell_and_table():
     assert runs.mean_std([1.0, 2.0, 3.0], 2) == "2.00 +- 1.00"
     assert runs.mean_std([0.5]) == "0.5000" and runs.mean_std([]) == runs.mean_std([None, 1.0]) == "-"
     masses = [{"support_mass_init": [0.9, a], "support_mass_final": [b, 0.5]} for a, b in ((0.7, 0.2), (0.5, 0.4))]
-    assert runs.mass_cell(masses) == "0.90 0.60 -> 0.30 0.50"
+    assert runs.mass_cell(masses) == "0.90 0.60 -> 0.30 0.50" and runs.mass_cell([]) == "-"
     five = {"support_mass_init": [1.0, 0, 0, 0, 0.5], "support_mass_final": [None] * 5, "support_chance": [0.1] * 5}
     assert runs.mass_cell([five]) == "1.00 0.50 -> - - (0.10 0.10)"
     lines = runs.table(["a", "b"], [["x", 1], ["long", 22]]).splitlines()

@@ -297,7 +297,7 @@ def mass_cell(metrics: list[dict]) -> str:
         return " ".join(mean_std(list(layer), 2).split(" ")[0] for layer in shown)
 
     start, end, chance = map(means, ("support_mass_init", "support_mass_final", "support_chance"))
-    return f"{start} -> {end}" + f" ({chance})" * bool(chance)
+    return f"{start} -> {end}" + f" ({chance})" * bool(chance) if start else "-"
 
 
 def table(header: list, rows: list[list], optional: int = 0) -> str:
