@@ -355,6 +355,13 @@ def mechanism_facts():
     alone = by([r for r in lines_of("gotu-layers.jsonl") if r["config"]["prior_layers"] == [1]], "task", "init")
     layers = {init: alone["2parity", init] for init in ("mask", "svd", "svd-fixed")}
     first = {init: f"{right(these)} of {len(these)}" for init, these in layers.items()}
+    masked = {task: best[task, "mask"] for task in tasks[:2]}
+    share = {task: [100 * statistics.median(r["curve"][-1]["bound_share"][0][pairs] for r in these) for pairs in (0, 1)]
+             for task, these in masked.items()}
+    early = [r["curve"][0]["gradient"] for r in masked["2parity"]]
+    of_bias = [r["curve"][0]["gradient"] for r in fresh["2parity", "bias"]]
+    slope = [statistics.median(g["mask"][0][pairs] for g in early) for pairs in (0, 1)]
+    slope += [statistics.median(g["query"][0] for g in early), statistics.median(g["mask"][0][0] for g in of_bias)]
     words = {init: "{}, {} and {}".format(*numbers) for init, numbers in count.items()}
     cell = {init: "{}, {} and {}".format(*numbers) for init, numbers in ease.items()}
     return [
@@ -366,6 +373,10 @@ def mechanism_facts():
         "layer reads",
         f"right on {first['svd-fixed']} seeds, as the mask there is ({first['mask']}); left to train, svd there is "
         f"right on {first['svd']}",
+        f"uses {share['2parity'][0]:.0f} % of it on open and {share['2parity'][1]:.1f} % on closed pairs of 2Parity's "
+        f"layer 1, {share['majority'][0]:.0f} and {share['majority'][1]:.1f} % on Majority",
+        f"dL/dM is {slope[0]:.0e} on open and {slope[1]:.0e} on closed pairs, that of dL/dW_Q {slope[2]:.0e} (`bias`, "
+        f"without log σ: {slope[3]:.0e} on open pairs)",
     ]
 
 
@@ -680,7 +691,7 @@ def draw_ease(path):
         for ax, task in zip(axes.flat, tasks):
             for place, init in enumerate(arms):
                 grid = [r for these in cells[task, init].values() for r in these if r["seed"] == 100]
-                best = [r for r in fresh[task, init] if setting(r) == TUNED[task, init]]
+                best = [r for r in fresh.get((task, init), []) if setting(r) == TUNED[task, init]]
                 for these, shift, form in ((grid, -0.15, dict(marker="o", alpha=0.5)), (best, 0.2, dict(marker="x"))):
                     errors = [max(r["metrics"]["mse_unseen"], 1e-4) for r in these]
                     ax.plot([place + shift] * len(errors), errors, linestyle="", markersize=5,
