@@ -113,7 +113,8 @@ def survives(mutant: tuple[Path, str, str]) -> bool:
 
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("files", nargs="*", metavar="FILE", choices=[*TESTS, []], help="names without .py (default: all that have tests)")
+    flags.add_argument("files", nargs="*", metavar="FILE", choices=[*TESTS, []],
+                       help="names without .py (default: all that have tests)")
     flags.add_argument("--count", type=int, default=120)
     flags.add_argument("--seed", type=int, default=0)
     args = flags.parse_args()

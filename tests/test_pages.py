@@ -1,4 +1,4 @@
-"""Every table of the two README pages is what results/tables.py makes of the result lines; so are figures in prose."""
+"""Every table of the pages is what results/tables.py makes of the result lines; so are figures in prose."""
 import re
 import sys
 import textwrap
@@ -67,6 +67,23 @@ def test_reference_runs_are_whole_and_of_the_default_settings(script, name, seed
                                   "arith-splits", "arith-mirrors", "vit-controls", "lm-controls", "defaults"])
 def test_every_line_is_a_whole_run(name):
     assert all(r["complete"] and not r["diverged"] for r in lines_of(f"{name}.jsonl"))
+
+
+@pytest.mark.parametrize("name", ["gotu-controls", "arith-controls", "arith-mirrors", "arith-rates", "vit-controls",
+                                  "lm-controls"])
+def test_controls_have_three_seeds_each(name):
+    groups = {}
+    for r in lines_of(f"{name}.jsonl"):
+        key = r["task"], r["init"], r["config"].get("fraction"), r["config"].get("mirrors"), r["config"]["lr"]
+        groups.setdefault(key, []).append(r["seed"])
+    assert all(sorted(seeds) == [0, 1, 2] for seeds in groups.values()), groups
+
+
+def test_reported_seeds_are_not_those_that_settings_were_chosen_on():
+    for name in ("gotu", "arith"):
+        assert all(100 <= r["seed"] < 200 for r in lines_of(f"{name}-grid.jsonl"))
+    for name in ("gotu-fresh", "gotu-layers", "gotu-sgd", "arith-fresh", "arith-wrong"):
+        assert all(200 <= r["seed"] < 210 and r["complete"] for r in lines_of(f"{name}.jsonl"))
 
 
 def test_the_text_of_the_language_runs_is_one():
