@@ -271,13 +271,15 @@ BAD = [*((script, flags) for script in TINY for flags in COMMON), *(
     (train_gotu, flags) for flags in (
         "--tasks nosuch", "--tasks", "--open nan", "--open 1e5", "--bits 2", "--bits 64", "--missing-links 99",
         "--wrong-links 300", "--missing-links -1", "--heads 2", "--tasks threesym --inits mask-only --bits 8",
-        "--optimizer lion", "--mask-weight-decay -1", "--mask-weight-decay nan")), *(
+        "--optimizer lion", "--mask-weight-decay -1", "--mask-weight-decay nan", "--prior-layers 0",
+        "--prior-layers 3", "--prior-layers", "--gap -1", "--ridge nan")), *(
     (train_arith, flags) for flags in (
         "--fraction 0", "--fraction 1", "--fraction -0.1", "--fraction nan", "--fraction", "--fraction 1e-9",
         "--fraction 0.1 2", "--digits 4", "--digits 1", "--tasks div", "--order reversed", "--eval-size 0",
         "--readout mean --mode autoregressive", "--inits mask-literal --mode autoregressive", "--depth 2", "--heads 1",
         "--position-std 1e30", "--eval-size every", "--mode both", "--readout cls", "--order random", "--mlp-dim 0",
-        "--inits mask-hard", "--fraction 0.00001 --smoke --digits 2", "--mirrors some")), *(
+        "--inits mask-hard", "--fraction 0.00001 --smoke --digits 2", "--mirrors some",
+        "--ridge -1")), *(
     (train_vit, flags) for flags in (
         "--dataset mnist", "--dataset cifar10", "--dataset imagenet100", "--patch 5", "--heads 5",
         "--dim 30 --heads 3 --positions sincos", "--drop-path 1", "--augment some",
