@@ -152,12 +152,14 @@ def squared_errors(prediction: Tensor, target: Tensor, seen: Tensor) -> dict[str
 
 
 def scores(task: str, prediction: Tensor, target: Tensor, seen: Tensor) -> dict:
-    """The figures of the table, from predictions on the whole cube."""
+    """The figures of the table, from predictions on the whole cube, and how far those on the unseen part are from the
+    minimum-degree interpolator's."""
     metrics: dict = squared_errors(prediction, target, seen)
     finite = math.isfinite(metrics["mse_all"])  # NaN has no sign, right or wrong
     for part, where in (("all", seen | True), ("seen", seen), ("unseen", ~seen)):
         metrics[f"acc_{part}"] = boolean.accuracy(task, prediction[where], target[where]) if finite else math.nan
-    return metrics
+    mdi = boolean.minimum_degree_interpolator(target, seen)  # does the model extrapolate as it does?
+    return metrics | {"mse_to_mdi": (prediction - mdi)[~seen].square().mean().item()}
 
 
 def print_table(args: Args, args_of: dict[str, Args], results: list[dict]) -> None:

@@ -122,6 +122,8 @@ def test_figures_of_answers_that_are_wrong_on_one_part(part, monkeypatch, tmp_pa
     assert found == pytest.approx({"mse_all": 3, "mse_seen": 4, "mse_unseen": 0, "acc_all": 0.75, "acc_seen": 1 - 2 / 6,
                       "acc_unseen": 1} if part == "seen" else
                      {"mse_all": 1, "mse_seen": 0, "mse_unseen": 4, "acc_all": 0.75, "acc_seen": 1, "acc_unseen": 0})
+    # there the MDI is 2 x2 - 1, that is 1 or -3; answered is -1 (right) or 1
+    assert result["metrics"]["mse_to_mdi"] == pytest.approx(4 if part == "seen" else 8, abs=1e-5)
     for point in result["curve"]:
         assert (point["mse_seen"], point["mse_unseen"]) == ((4, 0) if part == "seen" else (0, 4))
 
