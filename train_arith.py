@@ -199,8 +199,9 @@ def build(args: Args, task: str, init: str, seed: int, inputs: Tensor) -> tuple[
     elif row.query_key:
         sample = torch.randperm(len(inputs), generator=runs.generator(seed, "sample"))[:256]
         gap = F.logsigmoid(torch.tensor(args.open)) - F.logsigmoid(torch.tensor(args.closed))  # as strong as the mask
-        method = {"svd": functools.partial(qk_init.svd, gap=gap.item()), "opt": qk_init.opt}[row.query_key]
-        qk_init.apply_layerwise(functools.partial(method, ridge=args.ridge), model, inputs[sample], supports)
+        svd, opt = functools.partial(qk_init.svd, ridge=args.ridge, gap=gap.item()), functools.partial(
+            qk_init.opt, ridge=args.ridge)
+        qk_init.apply_layerwise({"svd": svd, "opt": opt}[row.query_key], model, inputs[sample], supports)
     for block, support in zip(model.transformer.blocks, supports):
         inits.set_prior(block.attention, row, mask_priors.to_mask(support, args.open, args.closed))
     return model, supports

@@ -116,8 +116,9 @@ def build(args: Args, task: str, init: str, seed: int) -> tuple[Encoder, list[Te
         for layer in chosen:
             qk_init.impulse(model.transformer.blocks[layer].attention, codes, supports[layer])
     elif row.query_key:  # svd's gap of 10 is more than the 6 of the small preset's mask
-        method = {"svd": functools.partial(qk_init.svd, gap=args.gap), "opt": qk_init.opt}[row.query_key]
-        method = functools.partial(method, ridge=args.ridge)
+        svd, opt = functools.partial(qk_init.svd, ridge=args.ridge, gap=args.gap), functools.partial(
+            qk_init.opt, ridge=args.ridge)
+        method = {"svd": svd, "opt": opt}[row.query_key]
         qk_init.apply_layerwise(method, model, solved_on(args, task, seed), supports, chosen)
     if row.freeze_inputs:
         for part in (model.token.weight, model.position, *model.transformer.blocks[0].norm1.parameters()):

@@ -133,7 +133,7 @@ def load(args: Args, dataset: str) -> tuple:
         args.data_hash = images.fingerprint(data)  # a run on other images is another run
     with runs.refused(f"--held-out: {dataset}"):
         if args.held_out:
-            data = images.hold_out(*data[:2], HELD_OUT, runs.generator(0, "held-out"))
+            data = images.hold_out(data[0], data[1], HELD_OUT, runs.generator(0, "held-out"))
     with runs.refused(f"--train-size {args.train_size}: {dataset}"):
         if args.train_size is not None:
             chosen = images.balanced(data[1], args.train_size, runs.generator(0, "train-size"))
@@ -258,7 +258,7 @@ def gap_closed(results: list[dict], dataset: str, init: str) -> str:
 
 def print_table(common: Args, args_of: dict[str, Args], results: list[dict]) -> None:
     """This run and, at the paper's settings, its Tables 3 and 5."""
-    rows = []
+    rows: list[list] = []
     for dataset, init in itertools.product(args_of, common.inits):
         these = [r["metrics"] for r in results if (r["task"], r["init"]) == (dataset, init)]
         cells = [runs.mean_std([m[name] for m in these]) for name in MEASURED]
@@ -267,7 +267,7 @@ def print_table(common: Args, args_of: dict[str, Args], results: list[dict]) -> 
         rows.append([f"{dataset} {init}", *cells, runs.mass_cell(these), gap_closed(results, dataset, init), paper])
     header = ["", "top-1, last", "top-1, best", "loss", "support mass", "gap to cnn closed", "paper: best"]
     if all(row[-2] == "-" for row in rows):
-        header, *rows = (row[:-2] + row[-1:] for row in (header, *rows))
+        header, rows = header[:-2] + header[-1:], [row[:-2] + row[-1:] for row in rows]
     print(f"\n{common.seeds} seed(s), mean +- standard deviation; from scratch, at {common.side} pixels; last: on all "
           f"{scored(common)}; best: of the\npoints of the curve, each on {POINTS:,} of them (or all, if fewer), "
           "chosen on these themselves, so too good by some")

@@ -54,6 +54,7 @@ class Snapshot(NamedTuple):
 
 
 def snapshot(model: nn.Module, inputs: Tensor) -> Snapshot:
+    """A model as it is now, its attention that on inputs."""
     return Snapshot(attention_maps(model, inputs), [mask.detach().cpu().clone() for mask in masks(model).values()],
                     [layer.query.weight.norm().item() for layer in layers_of(model)])
 
@@ -150,9 +151,10 @@ def content_logits(layer: MaskedAttention, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def logit_parts(model: nn.Module, inputs: Tensor) -> LogitParts:
+    """Of a model as it is now, evaluated on inputs."""
     layers, read = layers_of(model), read_by_layers(model, inputs)
-    bias = [torch.zeros(()) if layer.mask is None else F.logsigmoid(layer.mask) if layer.squash else layer.mask.clone()
-            for layer in layers]
+    bias = [torch.zeros((), device=inputs.device) if layer.mask is None else
+            F.logsigmoid(layer.mask) if layer.squash else layer.mask.clone() for layer in layers]
     return LogitParts(read, [content_logits(layer, x) for layer, x in zip(layers, read, strict=True)], bias)
 
 
