@@ -592,7 +592,7 @@ def wrong_rows():
     ends = {r["seed"]: r["curve"][-1]["exact_match"] for r in lines_of("arith-fresh.jsonl")
             if r["init"] == "default" and r["config"]["fraction"] == 0.004}
     rows = []
-    for closed in (-2.0, -4.0, -8.0, -16.0):
+    for closed in sorted({r["config"]["closed"] for r in lines}, reverse=True):
         cells = []
         for init, rate in (*(("mask-shuffled", rate) for rate in (0.0, 0.001, 0.03, 0.3)), ("svd-shuffled", 0.001)):
             these = [r for r in lines if r["init"] == init
