@@ -144,7 +144,7 @@ def attention_of(a, m):
     return weights(len(a) ** 0.5 * a[None, None], torch.eye(len(a), dtype=a.dtype)[None, None], m)[0, 0]
 
 
-@pytest.mark.parametrize("size, scale", itertools.product([2, 5, 16], [1e-3, 1.0, 1e3]))
+@pytest.mark.parametrize("size, scale", list(itertools.product([2, 5, 16], [1e-3, 1.0, 1e3])))
 def test_proposition_1(size, scale):
     a, m = scale * torch.randn(2, size, size, generator=torch.Generator().manual_seed(size), dtype=torch.float64)
     close(theory.hadamard_map(a, m), torch.exp(a - a.logsumexp(-1, keepdim=True)) / (1 + torch.exp(-m)))
